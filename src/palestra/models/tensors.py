@@ -85,6 +85,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     try:
         ready = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         save_file(ready, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors writes 0600, which locks others out of a shared cache
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, folder / SINGLE)
