@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.trajectories import TASK, group, trajectory
+from palestra.loop.verdict import Signal, judge, step_metrics
+from palestra.types import Group, StopReason
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    return [r - mean for r in rewards]
+
+
+outcomes = st.lists(st.sampled_from([None, 0.0, 1.0, 0.5]), min_size=1, max_size=6)
+
+
+@given(st.lists(outcomes, min_size=1, max_size=5))
+def test_every_sampled_token_is_in_exactly_one_bin(rows: list[list[float | None]]) -> None:
+    groups = [group(f"g{i}", row) for i, row in enumerate(rows)]
+    verdict = judge(groups, centred)
+    sampled = sum(t.sampled_count for g in groups for t in g.trajectories)
+    assert verdict.tokens_sampled == sampled
+    assert verdict.tokens_abstained == 4 * sum(o is None for row in rows for o in row)
+
+
+@given(st.lists(outcomes, min_size=1, max_size=5))
+def test_abstentions_leave_every_baseline_unmoved(rows: list[list[float | None]]) -> None:
+    """NeMo-Gym PR#2552 (case 14): failed resets entered as reward 0 trained the run away."""
+    with_failures = judge([group(f"g{i}", row) for i, row in enumerate(rows)], centred)
+    scored = [[o for o in row if o is not None] for row in rows]
+    for i, row in enumerate(scored):
+        kept = [j for j, o in enumerate(rows[i]) if o is not None]
+        expected = centred(row)
+        assert [with_failures.advantages[f"g{i}.{j}"] for j in kept] == expected
+    assert len(with_failures.advantages) == sum(map(len, scored))
+
+
+def test_a_step_without_any_difference_is_zero_variance_and_says_which_rewards() -> None:
+    verdict = judge([group("a", [1.0, 1.0]), group("b", [0.0, 0.0, 0.0])], centred)
+    assert verdict.signal is Signal.ZERO_VARIANCE
+    assert verdict.zero_variance_groups == 2
+    assert "all rewards are equal (values 0, 1)" in verdict.reason
+
+
+def test_a_step_of_failures_names_the_boundary_and_the_commonest_reason() -> None:
+    verdict = judge([group("a", [None, None]), group("b", [None, 1.0])], centred)
+    assert verdict.signal is Signal.ABSTAINED
+    assert "3 episodes abstained" in verdict.reason
+    assert "engine" in verdict.reason
+    assert "the engine broke" in verdict.reason
+
+
+def test_one_group_with_a_difference_makes_the_step_useful() -> None:
+    verdict = judge([group("a", [1.0, 0.0]), group("b", [None, None])], centred)
+    assert verdict.signal is Signal.USEFUL
+    assert verdict.reason == ""
+    assert verdict.tokens_trained == 8
+
+
+def test_singletons_alone_are_named_as_such() -> None:
+    assert judge([group("a", [1.0]), group("b", [0.0])], lambda r: [0.0] * len(r)).signal is Signal.SINGLETONS
+
+
+def test_metrics_count_abstentions_apart_from_rewards() -> None:
+    groups = [group("a", [1.0, 0.0, None, None])]
+    metrics = step_metrics(groups, judge(groups, centred))
+    assert metrics["reward/mean"] == pytest.approx(0.5)
+    assert metrics["abstained"] == 2
+    assert metrics["tokens/useful_fraction"] == pytest.approx(0.5)
+
+
+def test_without_any_reward_there_is_no_mean_reward() -> None:
+    groups = [group("a", [None, None])]
+    assert "reward/mean" not in step_metrics(groups, judge(groups, centred))
+
+
+def test_truncation_counts_completions_cut_by_length_or_context() -> None:
+    members = tuple(
+        trajectory(f"t{i}", 1.0, stop_reason=reason)
+        for i, reason in enumerate([StopReason.EOS, StopReason.LENGTH, StopReason.CONTEXT, StopReason.STOP])
+    )
+    groups = [Group("g", TASK.hash, members)]
+    assert step_metrics(groups, judge(groups, centred))["completion/truncated_fraction"] == pytest.approx(0.5)
