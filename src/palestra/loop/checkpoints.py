@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import RecordError
+from palestra.errors import PalestraError, RecordError
 from palestra.trainer.base import Trainer
 
 MARKER = "COMMITTED"
@@ -96,9 +96,12 @@ def write(root: Path, step: int, trainer: Trainer, loop_state: Mapping[str, Any]
             shutil.rmtree(final)
         draft.rename(final)
         _flush(root)
-    except OSError as error:
+    except (OSError, PalestraError) as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise _disk_error(root, step, error) from error
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise _disk_error(root, step, cause) from error
     for old in committed(root)[: -max(1, keep)]:
         shutil.rmtree(old.folder)
     return Checkpoint(step, final)
