@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -60,7 +60,6 @@ class ExecResult:
     """Output was cut at the limit."""
     seconds: float
     cpu_seconds: float = 0.0
-    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     @property
     def ok(self) -> bool:
@@ -68,7 +67,7 @@ class ExecResult:
 
 
 class Sandbox(Protocol):
-    """One isolated place. Its files (in /tmp) live until it is closed."""
+    """One isolated place. Every exec starts from an empty /tmp: nothing outlives the program that wrote it."""
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None
