@@ -1,0 +1,155 @@
+"""``palestra runs``: what lies in the runs folder. Reads records only, and imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.command import OK, Command, UsageError, print_json, safe, table
+from palestra.errors import nearest
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def default_runs_dir() -> Path:
+    """Where runs are kept when no flag says: PALESTRA_RUNS_DIR, palestra.toml, else ``runs``.
+
+    Read here without `palestra.settings`, which takes pydantic to load; a file that
+    is wrong is refused where a job is built, and listing runs does not wait for that.
+    """
+    named = os.environ.get("PALESTRA_RUNS_DIR")
+    if not named:
+        try:
+            named = tomllib.loads(Path("palestra.toml").read_text(encoding="utf-8-sig")).get("runs_dir")
+        except (OSError, ValueError):
+            named = None
+    return Path(named if isinstance(named, str) and named else "runs").expanduser()
+
+
+def _runs_dir_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="where runs are kept (default: as a job would)"
+    )
+
+
+def _list(args: argparse.Namespace) -> int:
+    from palestra.records.reader import list_runs
+
+    folder = args.runs_dir or default_runs_dir()
+    runs = list_runs(folder)
+    if args.json:
+        print_json({"runs_dir": str(folder), "runs": [_summary_json(run) for run in runs]})
+    elif not runs:
+        print(f"no runs in {safe(str(folder))}; palestra quickstart makes the first one")
+    else:
+        rows = [
+            [
+                run.name,
+                str(run.state),
+                f"{run.step}/{run.steps}",
+                _number(run.reward),
+                str(run.model),
+                str(run.created),
+            ]
+            for run in runs
+        ]
+        print(table(("name", "state", "step", "reward", "model", "created"), rows))
+    return OK
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="NAME|PATH", help="a run's name, or its folder")
+    _runs_dir_argument(parser)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from palestra.records.reader import RunReader
+
+    path = find_run(args.run, args.runs_dir or default_runs_dir())
+    reader = RunReader(path)
+    if args.json:
+        print_json(describe(reader, path))
+    else:
+        print("\n".join(show_lines(reader, path)))
+    return OK
+
+
+def find_run(named: str, folder: Path) -> Path:
+    """The run's folder; UsageError with the nearest name where there is none."""
+    for path in (folder / named, Path(named)):
+        if (path / "run.json").is_file():
+            return path
+    names = sorted(p.parent.name for p in folder.glob("*/run.json"))
+    raise UsageError(
+        f"there is no run {named!r} in {folder}",
+        expected="one of " + ", ".join(names[:20]) if names else "a folder with a run.json",
+        nearest=nearest(named, names),
+        next_command="palestra runs list",
+    )
+
+
+def describe(reader: Any, path: Path) -> dict[str, Any]:
+    """All that ``runs show`` knows, as plain objects."""
+    state, reason = reader.state()
+    info = reader.info()
+    return {
+        "name": path.name,
+        "path": str(path),
+        "state": str(state),
+        "reason": reason,
+        "info": dict(info),
+        "attempts": len(reader.attempts()),
+        "reward": [[step, value] for step, value in reader.series("reward/mean")],
+        "evaluations": list(reader.evals()),
+        "checkpoints": [
+            {"step": step, "path": str(folder), "complete": complete}
+            for step, folder, complete in reader.checkpoints()
+        ],
+    }
+
+
+def show_lines(reader: Any, path: Path) -> list[str]:
+    """The run's summary, and what a person asks next: where it lies, its curve, what it can resume from."""
+    from palestra.ui.summary import summary_of
+
+    reward = [value for _, value in reader.series("reward/mean") if math.isfinite(value)]
+    lines = [
+        *summary_of(reader).split("\n"),
+        f"  folder    {path}",
+        f"  base      {reader.info().get('model', 'unknown')}",
+        f"  attempts  {len(reader.attempts())}",
+    ]
+    if reward:
+        lines.append(f"  curve     {sparkline(reward)}")
+    for step, _, complete in reader.checkpoints():
+        lines.append(f"  saved     step {step}" + ("" if complete else "  (incomplete)"))
+    return [safe(line) for line in lines]
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The values as bars from the lowest to the highest, at most ``width`` of them (means of neighbours)."""
+    size = -(-len(values) // width)
+    means = [sum(chunk) / len(chunk) for chunk in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(len(_BARS) - 1, int((value - low) / span * len(_BARS)))] for value in means)
+
+
+def _number(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, (int, float)) else "-"
+
+
+def _summary_json(run: Any) -> dict[str, Any]:
+    names = ("name", "path", "state", "step", "steps", "reward", "model", "created", "attempts")
+    plain = {name: getattr(run, name) for name in names}
+    return plain | {"path": str(run.path), "state": str(run.state)}
+
+
+COMMANDS = {
+    "list": Command("The runs in the runs folder.", _runs_dir_argument, _list),
+    "show": Command("One run.", _show_arguments, _show, examples=("palestra runs show quickstart",)),
+}
