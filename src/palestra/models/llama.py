@@ -1,0 +1,213 @@
+"""A Llama decoder as a differentiable module over packed tokens; parameter names are Hugging Face's.
+
+The module knows nothing of batches: it runs every linear layer over one packed
+run of tokens and leaves to the caller's ``attend`` which token sees which. It
+returns final hidden states; the vocabulary-wide head is the caller's, because
+only it knows which rows predict something. Parameters are the fp32 masters;
+``compute_dtype`` is what the matrix products run in, and the residual stream
+and the norms stay fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from palestra.errors import ModelSourceError
+from palestra.models.config import ModelConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries [T, heads, D], keys [T, kv_heads, D], values [T, kv_heads, D]) -> [T, heads, D]."""
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class Llama(nn.Module):
+    """``forward`` gives the normed hidden state of every packed token."""
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.model = _Body(config)
+        if not config.tied_embeddings:
+            self.lm_head = _Weight(config.vocab_size, config.hidden_size)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The [vocabulary, hidden] matrix that turns hidden states into logits."""
+        return self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
+
+    @classmethod
+    def from_tensors(
+        cls, config: ModelConfig, tensors: Mapping[str, Tensor], compute_dtype: torch.dtype = torch.float32
+    ) -> Llama:
+        """A module whose fp32 parameters are copies of ``tensors``.
+
+        Raises ModelSourceError where a tensor is missing, unknown or has another shape.
+        A tied model may carry the head's tensor too: it is not read.
+        """
+        with torch.device("meta"):
+            module = cls(config, compute_dtype)
+        parameters = dict(module.named_parameters())
+        extra = {HEAD} if config.tied_embeddings else set[str]()
+        for name in sorted(parameters.keys() ^ (tensors.keys() - extra)):
+            if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old exports still carry
+                known = name in parameters
+                raise ModelSourceError(
+                    f"the model lacks the tensor {name}"
+                    if known
+                    else f"the model has an unknown tensor {name}",
+                    expected=f"the {len(parameters)} tensors of a {config.architecture}",
+                )
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise ModelSourceError(
+                    f"the tensor {name} has shape {list(tensors[name].shape)}",
+                    expected=f"{list(parameter.shape)}, from config.json",
+                )
+        masters = {name: tensors[name].to(torch.float32, copy=True) for name in parameters}
+        module.load_state_dict(masters, assign=True)
+        return module
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T, hidden], in the compute dtype."""
+        return self.decode(
+            functional.embedding(tokens_T, self.model.embed_tokens.weight), positions_T, attend
+        )
+
+    def decode(self, embedded_TH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """``forward`` after the embedding; a caller that owns the rows' gradient begins here."""
+        hidden = embedded_TH
+        cos, sin = self._rotary(positions_T)
+        for layer in self.model.layers:
+            hidden = layer(hidden, cos, sin, attend)
+        return self.model.norm(hidden).to(self.compute_dtype)
+
+    def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.config.head_dim // 2
+        exponent = torch.arange(half, dtype=torch.float32) * 2 / self.config.head_dim
+        inverse = 1.0 / (self.config.rope_theta**exponent)
+        angles = positions_T.to(torch.float32)[:, None] * inverse
+        angles = torch.cat((angles, angles), -1)[:, None, :]
+        return angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+
+
+class _Weight(nn.Module):
+    """A matrix without a bias, under the name ``weight``."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype))
+
+
+class _Norm(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.epsilon = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RmsNorm.apply(x, self.weight, self.epsilon)  # type: ignore[return-value]  # untyped in torch
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Saves its input and one number per row; half the time of the composed backward on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        scale = x.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        weight_grad = (grads[0] * normed).sum(0)
+        grad = grads[0] * weight
+        mean = torch.linalg.vecdot(grad, normed).div_(x.shape[-1])[:, None]
+        return normed.mul_(-mean).add_(grad).mul_(scale), weight_grad, None
+
+
+class _Body(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = _Weight(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+        self.norm = _Norm(config)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(config)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = _Norm(config)
+        self.mlp = _Mlp(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden).to(cos.dtype), cos, sin, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden).to(cos.dtype))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = _Weight(config.heads * config.head_dim, config.hidden_size)
+        self.k_proj = _Weight(config.kv_heads * config.head_dim, config.hidden_size)
+        self.v_proj = _Weight(config.kv_heads * config.head_dim, config.hidden_size)
+        self.o_proj = _Weight(config.hidden_size, config.heads * config.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        split = (len(x), -1, self.head_dim)
+        queries = _rotate(self.q_proj(x).view(split), cos, sin)
+        keys = _rotate(self.k_proj(x).view(split), cos, sin)
+        return self.o_proj(attend(queries, keys, self.v_proj(x).view(split)).reshape(len(x), -1))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = _Weight(config.intermediate_size, config.hidden_size)
+        self.up_proj = _Weight(config.intermediate_size, config.hidden_size)
+        self.down_proj = _Weight(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.down_proj.weight.to(x.dtype)
+        return _GatedDown.apply(self.gate_proj(x), self.up_proj(x), weight)  # type: ignore[return-value]
+
+
+class _GatedDown(torch.autograd.Function):
+    """``silu(gate) * up`` and the projection after it; saves only gate and up, the widest rows of a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return functional.linear(functional.silu(gate).mul_(up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, weight = ctx.saved_tensors
+        inner_grad = grads[0] @ weight
+        share = gate.sigmoid()
+        active = gate * share
+        weight_grad = grads[0].t() @ (active * up)
+        up_grad = inner_grad * active
+        # d silu = share * (1 + gate * (1 - share)) = share + active * (1 - share)
+        slope = active.sub_(active * share).add_(share)
+        return inner_grad.mul_(up).mul_(slope), up_grad, weight_grad

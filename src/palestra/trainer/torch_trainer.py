@@ -1,0 +1,312 @@
+"""The trainer on plain torch, one process, CPU: fp32 masters, AdamW, packed forests.
+
+An update is a function of the masters, the optimiser state, the batch and the
+thread count: nothing else goes in, so equal inputs give equal bits, also across
+``save_state`` and ``load_state``. Micro-batches only add to one gradient; since
+the weights in a batch already hold its global normaliser, where it is cut
+changes rounding and nothing else. Nothing is applied unless loss and gradient
+are finite. Every failure that leaves here is a TrainerError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.algorithms.losses import TargetLoss, target_loss
+from palestra.algorithms.packing import Part, partition
+from palestra.errors import TrainerError, boundary
+from palestra.models.config import ModelConfig
+from palestra.models.dtypes import TORCH_DTYPES
+from palestra.models.folder import copy_model_files
+from palestra.models.llama import Llama
+from palestra.models.tensors import load_tensors, save_tensors
+from palestra.trainer.base import StepReport
+from palestra.trainer.head import Distribution, Head, HeadResult
+from palestra.trainer.memory import keep_freed_memory
+from palestra.trainer.settings import TrainerSettings
+from palestra.trainer.state_files import INDEX, check_file, read_index, read_into, write_state
+from palestra.trainer.tree_attention import TreeAttention
+from palestra.types import Batch, Boundary, LossSpec
+
+MASTERS, MOMENTS = "masters", ("exp_avg", "exp_avg_sq")
+
+
+class TorchTrainer:
+    """Implements `palestra.trainer.base.Trainer`."""
+
+    def __init__(self, folder: Path, settings: TrainerSettings) -> None:
+        """Load ``folder``'s weights; ModelSourceError if they are missing, damaged or of another shape."""
+        keep_freed_memory()
+        self.settings = settings
+        self.folder = folder
+        self.config = ModelConfig.from_folder(folder)
+        tensors = load_tensors(folder)
+        self._source_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self._model = Llama.from_tensors(self.config, tensors, TORCH_DTYPES[settings.dtype])
+        self._masters = dict(self._model.named_parameters())
+        self._head = Head(self.config.vocab_size)
+        self._thread_count = settings.threads or torch.get_num_threads()
+        self._optimizer: torch.optim.AdamW | None = None
+        self._updates = 0
+        self._closed = False
+
+    @property
+    def updates(self) -> int:
+        return self._updates
+
+    def step(self, batch: Batch, loss: LossSpec, learning_rate: float) -> StepReport:
+        start = time.perf_counter()
+        self._check(batch)
+        if not (math.isfinite(learning_rate) and learning_rate >= 0):
+            raise TrainerError(f"the learning rate must be finite and >= 0, got {learning_rate}")
+        with boundary(Boundary.TRAINER, "the training step"), self._threads():
+            optimizer = self._prepare()
+            for parameter in self._masters.values():
+                _grad(parameter).zero_()
+            results = [
+                (part, self._backward(part.batch, loss)) for part in _with_targets(batch, self.settings)
+            ]
+            total = sum(result.loss for _, result in results)
+            norm = torch.nn.utils.get_total_norm(map(_grad, self._masters.values())).item()
+            applied = math.isfinite(total) and math.isfinite(norm)
+            if applied:
+                self._apply(optimizer, norm, learning_rate)
+            return _report(batch, results, total, norm, learning_rate, applied, start)
+
+    def logprobs(self, batch: Batch) -> tuple[float, ...]:
+        self._check(batch)
+        with boundary(Boundary.TRAINER, "computing logprobs"), self._threads(), torch.no_grad():
+            found = torch.empty(batch.target_count)
+            for part in _with_targets(batch, self.settings):
+                hidden = self._model(*_columns(part.batch), TreeAttention(part.batch))
+                rows = _long(part.batch.predictors_N)
+                result = self._head(
+                    hidden.index_select(0, rows),
+                    self._model.head_weight,
+                    _long(part.batch.targets_N),
+                    _distribution(batch),
+                )
+                found[_long(part.target_rows)] = result.logprobs_N
+            return tuple(found.tolist())
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_open()
+        dtype = TORCH_DTYPES[self.settings.rollout_dtype]
+        return ((name, parameter.detach().to(dtype)) for name, parameter in self._masters.items())
+
+    def save_state(self, folder: Path) -> None:
+        self._check_open()
+        with boundary(Boundary.TRAINER, f"saving the trainer state to {folder}"), self._threads():
+            write_state(folder, self._state(), self._updates, self._fingerprint())
+
+    def load_state(self, folder: Path) -> None:
+        self._check_open()
+        with boundary(Boundary.TRAINER, f"loading the trainer state from {folder}"), self._threads():
+            index = read_index(folder)
+            self._check_fingerprint(index.fingerprint, folder)
+            shapes = {name: master.shape for name, master in self._masters.items()}
+            for part in (MASTERS, *MOMENTS):
+                name = f"{part}.safetensors"
+                check_file(folder / name, index.files.get(name), shapes)
+            for part, tensors in self._state().items():
+                read_into(folder / f"{part}.safetensors", tensors)
+            for state in self._prepare().state.values():
+                state["step"].fill_(index.updates)
+            self._updates = index.updates
+
+    def save_model(self, folder: Path) -> None:
+        self._check_open()
+        with boundary(Boundary.TRAINER, f"saving the model to {folder}"):
+            copy_model_files(self.folder, folder)
+            save_tensors(
+                folder, {name: m.detach().to(self._source_dtypes[name]) for name, m in self._masters.items()}
+            )
+
+    def close(self) -> None:
+        """Free the weights and the optimiser state; every other method then raises TrainerError."""
+        self._closed = True
+        self._optimizer = None
+        self._masters.clear()
+        del self._model, self._head
+
+    def _backward(self, batch: Batch, loss: LossSpec) -> HeadResult:
+        """Add this micro-batch's gradient to the masters'."""
+        tokens, positions = _columns(batch)
+        embedding = self._model.model.embed_tokens.weight
+        embedded = embedding.detach().index_select(0, tokens).requires_grad_()
+        hidden = self._model.decode(embedded, positions, TreeAttention(batch))
+        predictors = _long(batch.predictors_N)
+        head_weight = self._model.head_weight
+        result = self._head(
+            hidden.detach().index_select(0, predictors),
+            head_weight.detach(),
+            _long(batch.targets_N),
+            _distribution(batch),
+            _term_of(loss, batch),
+            _grad(head_weight),
+        )
+        if result.hidden_grad_NH is None:
+            raise AssertionError("the head was given a loss term and returned no gradient")
+        hidden.backward(torch.zeros_like(hidden).index_add_(0, predictors, result.hidden_grad_NH))
+        # The rows' gradient goes straight in: autograd would build a whole second [vocabulary, hidden].
+        _grad(embedding).index_add_(0, tokens, _grad(embedded))
+        return result
+
+    def _apply(self, optimizer: torch.optim.AdamW, norm: float, learning_rate: float) -> None:
+        limit = self.settings.grad_clip
+        if limit and norm > limit:
+            for parameter in self._masters.values():
+                _grad(parameter).mul_(limit / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        self._updates += 1
+
+    def _prepare(self) -> torch.optim.AdamW:
+        """The optimiser with its state and the gradients, allocated once and then kept."""
+        if self._optimizer is not None:
+            return self._optimizer
+        settings = self.settings
+        parameters = list(self._masters.values())
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=True,
+        )
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                **{moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS},
+            }
+        self._optimizer = optimizer
+        return optimizer
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        state = self._prepare().state
+        parts = {MASTERS: {name: master.detach() for name, master in self._masters.items()}}
+        for moment in MOMENTS:
+            parts[moment] = {name: state[master][moment] for name, master in self._masters.items()}
+        return parts
+
+    def _fingerprint(self) -> dict[str, Any]:
+        shapes = [[name, list(master.shape)] for name, master in self._masters.items()]
+        model = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+        return {"model": model, **self.settings.fingerprint()}
+
+    def _check_fingerprint(self, found: Mapping[str, Any], folder: Path) -> None:
+        own = self._fingerprint()
+        different = [name for name in own if found.get(name) != own[name]]
+        if different:
+            shown = ", ".join(f"{name} {found.get(name)!r}" for name in different)
+            raise TrainerError(
+                f"the trainer state was saved with another {' and '.join(different)}: {shown}",
+                where=str(folder / INDEX),
+                expected=", ".join(f"{name} {own[name]!r}" for name in different),
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TrainerError("the trainer is closed")
+
+    def _check(self, batch: Batch) -> None:
+        self._check_open()
+        if not batch.target_count:
+            raise TrainerError("the batch holds no target: there is nothing to train")
+        for what, column in (("tokens_T", batch.tokens_T), ("targets_N", batch.targets_N)):
+            worst = max(column) if min(column) >= 0 else min(column)
+            if not 0 <= worst < self.config.vocab_size:
+                raise TrainerError(
+                    f"{what} holds the token {worst}, which is outside the vocabulary",
+                    expected=f"0 to {self.config.vocab_size - 1}",
+                )
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._thread_count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _with_targets(batch: Batch, settings: TrainerSettings) -> list[Part]:
+    return [p for p in partition(batch, settings.micro_batch_tokens) if p.batch.target_count]
+
+
+def _long(column: array[int]) -> Tensor:
+    return torch.frombuffer(column, dtype=torch.int64)
+
+
+def _float(column: array[float]) -> Tensor:
+    return torch.frombuffer(column, dtype=torch.float32)
+
+
+def _columns(batch: Batch) -> tuple[Tensor, Tensor]:
+    return _long(batch.tokens_T), _long(batch.positions_T)
+
+
+def _distribution(batch: Batch) -> Distribution:
+    return Distribution(batch.temperature, batch.top_p, batch.top_k)
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        raise AssertionError("a gradient is missing")
+    return tensor.grad
+
+
+def _term_of(loss: LossSpec, batch: Batch) -> Any:
+    weights = _float(batch.weights_N)
+    old = None if batch.old_logprobs_N is None else _float(batch.old_logprobs_N)
+
+    def term_of(logprobs: Tensor, rows: slice) -> TargetLoss:
+        return target_loss(loss, logprobs, None if old is None else old[rows], weights[rows])
+
+    return term_of
+
+
+def _report(
+    batch: Batch,
+    results: Sequence[tuple[Part, HeadResult]],
+    loss: float,
+    norm: float,
+    learning_rate: float,
+    applied: bool,
+    start: float,
+) -> StepReport:
+    logprobs = torch.cat([result.logprobs_N for _, result in results]).double()
+    entropy = torch.cat([result.entropy_N for _, result in results]).double()
+    sampler = torch.cat([_float(part.batch.sampler_logprobs_N) for part, _ in results]).double()
+    gap = logprobs - sampler
+    return StepReport(
+        loss=float(loss),
+        grad_norm=norm,
+        learning_rate=learning_rate,
+        logprob_mean=logprobs.mean().item(),
+        entropy_mean=entropy.mean().item(),
+        clip_fraction=sum(result.clipped for _, result in results) / batch.target_count,
+        mismatch_mean=gap.abs().mean().item(),
+        mismatch_max=gap.abs().max().item(),
+        mismatch_kl=(gap.exp() - 1 - gap).mean().item(),
+        tokens=batch.token_count,
+        targets=batch.target_count,
+        seconds=time.perf_counter() - start,
+        applied=applied,
+    )
