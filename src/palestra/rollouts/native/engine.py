@@ -1,0 +1,349 @@
+"""The native engine: asyncio in front, one decode thread behind, another that stages weights.
+
+Requests submitted in one iteration of the event loop reach the decode thread as
+one batch in the order of submission, so the same requests give the same bits
+whatever the threads' timing. Each token carries the version that chose it; a
+commit happens between two steps and running requests go on with the keys and
+values they have. At most two versions of the weights are in memory: the one that
+serves and the one that is staged. Whatever fails, no await is left hanging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from palestra.errors import EngineError, WeightsError, boundary
+from palestra.models.config import ModelConfig
+from palestra.models.dtypes import TORCH_DTYPES, DtypeName
+from palestra.models.tokenizer import Tokenizer
+from palestra.rollouts.base import EngineStats, GenerateRequest
+from palestra.rollouts.native.batch import DecodeBatch, Row
+from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.linears import LinearOps
+from palestra.rollouts.native.stop import StopChecker
+from palestra.rollouts.native.threads import available_cores, limit_this_thread
+from palestra.rollouts.native.weights import Weights, load
+from palestra.rollouts.native.worker import DecodeWorker, Install, Score, Submit
+from palestra.types import Boundary, Completion, Manifest, SamplingParams, Version
+
+_MAX_QUIET_WAITS = 16
+"""Event-loop iterations for which a growing batch is held back at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes an engine holds."""
+
+    weights_bytes: int
+    """The version that serves."""
+    staged_bytes: int
+    """The version that is staged, 0 if none is."""
+    cache_bytes: int
+    """Keys and values, reserved; what is resident may be less."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    version: Version
+    weights: Weights
+    store: dict[str, Tensor]
+
+
+class NativeEngine:
+    """Implements `palestra.rollouts.base.Engine` for Llama models on the CPU."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: DtypeName,
+        threads: int = 0,
+        max_running: int = 64,
+        context_tokens: int = 0,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Reads config and tokenizer of ``folder``; weights come through ``start``.
+
+        ``threads`` 0 is all cores, ``context_tokens`` 0 the model's maximum,
+        ``eos_token_ids`` None the model's own (an empty tuple ends nothing early).
+        """
+        self._config = ModelConfig.from_folder(folder)
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._context = _checked_context(context_tokens, self._config, folder)
+        if max_running < 1:
+            raise EngineError(f"max_running must be at least 1, got {max_running}")
+        if threads < 0:
+            raise EngineError(f"threads must be 0 (all cores) or more, got {threads}")
+        self._max_running = max_running
+        self._eos = frozenset(self._tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._threads = threads or available_cores()
+        self._ops = LinearOps.best(TORCH_DTYPES[dtype], self._threads)
+        self._batch: DecodeBatch | None = None
+        self._worker: DecodeWorker | None = None
+        self._version: Version | None = None
+        self._serving: _Staged | None = None
+        self._staged: _Staged | None = None
+        self._spare: dict[str, Tensor] = {}
+        self._stager: ThreadPoolExecutor | None = None
+        self._update = asyncio.Lock()
+        self._closed = False
+        self._live = 0
+        self._inbox: list[tuple[Row, Future[Completion]]] = []
+        self._flush_planned = False
+
+    async def start(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Load the first version and begin to serve it; returns the digest as ``stage`` does."""
+        async with self._update:
+            self._check_open()
+            if self._worker is not None:
+                raise EngineError(
+                    "the engine has been started already", expected="stage and commit from here on"
+                )
+            try:
+                staged, digest = await self._load(manifest, tensors)
+                model = Model.build(self._config, self._ops, self._context)
+                self._batch = DecodeBatch(model, max_running=self._max_running, context=self._context)
+                self._worker = DecodeWorker(self._batch, threads=self._threads)
+                self._worker.start()
+                await self._install(staged, self._worker)
+            except BaseException:
+                await self._drop()
+                raise
+            return digest
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion; see the port."""
+        worker = self._running_worker()
+        row = self._row(request)
+        future: Future[Completion] = Future()
+        self._inbox.append((row, future))
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush_when_quiet, len(self._inbox), _MAX_QUIET_WAITS)
+        self._live += 1
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._forget(row, worker)
+            raise
+        finally:
+            self._live -= 1
+
+    async def score(self, token_ids: Sequence[int], sampling: SamplingParams) -> tuple[float, ...]:
+        """Logprobs of ``token_ids[1:]`` under the serving version.
+
+        A token that top-k or top-p leaves out has the logprob -inf.
+        """
+        worker = self._running_worker()
+        tokens = tuple(token_ids)
+        self._check_tokens(tokens, "the sequence to score")
+        if len(tokens) > self._context:
+            raise self._too_long(len(tokens), "the sequence to score", self._context)
+        self._flush()
+        answer: Future[tuple[float, ...]] = Future()
+        worker.post(Score(tokens, sampling, answer))
+        return await asyncio.wrap_future(answer)
+
+    async def stage(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Take the next version's tensors while serving the current one; iterated in another thread."""
+        async with self._update:
+            self._running_worker()
+            _, digest = await self._load(manifest, tensors)
+            return digest
+
+    async def commit(self, version: Version) -> None:
+        """Swap to the staged version between two decode steps; running requests continue on it."""
+        async with self._update:
+            worker = self._running_worker()
+            if self._staged is None or self._staged.version != version:
+                held = f"{self._staged.version} is staged" if self._staged else "nothing is staged"
+                raise WeightsError(
+                    f"{version} cannot be committed: {held}", expected="stage(manifest, tensors) of it first"
+                )
+            await self._install(self._staged, worker)
+
+    @property
+    def version(self) -> Version | None:
+        """The version that serves; None before ``start``."""
+        return self._version
+
+    def stats(self) -> EngineStats:
+        """Totals since start, and the present load."""
+        if self._batch is None or self._worker is None:
+            return EngineStats(0, 0, 0, 0, 0.0)
+        running = len(self._batch.running)
+        return EngineStats(
+            prompt_tokens=self._batch.prompt_tokens,
+            generated_tokens=self._batch.generated_tokens,
+            running=running,
+            waiting=max(0, self._live - running),
+            busy_s=self._worker.busy_s,
+        )
+
+    def memory(self) -> EngineMemory:
+        """Bytes of weights and cache that the engine holds now."""
+        return EngineMemory(
+            weights_bytes=self._serving.weights.nbytes if self._serving else 0,
+            staged_bytes=self._staged.weights.nbytes if self._staged else 0,
+            cache_bytes=self._batch.cache.nbytes if self._batch else 0,
+        )
+
+    async def close(self) -> None:
+        """End every request (they raise EngineError) and free the memory. May be called twice."""
+        self._closed = True
+        self._flush()
+        await self._drop()
+
+    # -- requests
+
+    def _row(self, request: GenerateRequest) -> Row:
+        label = f"the prompt of request {request.id}" if request.id else "the prompt"
+        self._check_tokens(request.prompt_ids, label)
+        room = self._context - len(request.prompt_ids)
+        if room < 1:
+            raise self._too_long(len(request.prompt_ids), label, self._context - 1)
+        stop = StopChecker(
+            request.sampling,
+            room=room,
+            eos_token_ids=self._eos,
+            token_bytes=self._tokenizer.token_bytes,
+        )
+        return Row(tuple(request.prompt_ids), request.sampling, stop, room, request.id)
+
+    def _check_tokens(self, tokens: Sequence[int], label: str) -> None:
+        if not tokens:
+            raise EngineError(f"{label} is empty", expected="at least one token")
+        size = self._config.vocab_size
+        if min(tokens) < 0 or max(tokens) >= size:
+            index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
+            raise EngineError(
+                f"{label} holds token {tokens[index]}, which the model does not have",
+                where=f"position {index}",
+                expected=f"tokens from 0 to {size - 1}",
+            )
+
+    def _too_long(self, length: int, label: str, limit: int) -> EngineError:
+        most = self._config.max_positions
+        raise_it = f", or raise context_tokens (the model allows {most})" if self._context < most else ""
+        return EngineError(
+            f"{label} has {length} tokens and the context is {self._context}",
+            expected=f"at most {limit} tokens",
+            next_command=f"shorten it{raise_it}",
+        )
+
+    def _flush_when_quiet(self, seen: int, waits_left: int) -> None:
+        """Hand the inbox over once an iteration of the event loop has added nothing to it."""
+        if len(self._inbox) > seen and waits_left > 0:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._flush_when_quiet, len(self._inbox), waits_left - 1)
+            return
+        self._flush_planned = False
+        self._flush()
+
+    def _flush(self) -> None:
+        inbox, self._inbox = tuple(self._inbox), []
+        if not inbox:
+            return
+        try:
+            self._running_worker().post(Submit(inbox))
+        except EngineError as error:
+            for _, future in inbox:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+
+    def _forget(self, row: Row, worker: DecodeWorker) -> None:
+        kept = [(other, future) for other, future in self._inbox if other is not row]
+        if len(kept) < len(self._inbox):
+            self._inbox = kept
+        else:
+            worker.cancel(row)
+
+    # -- weights
+
+    async def _load(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> tuple[_Staged, str]:
+        """Fill the spare buffers in the staging thread; only a complete version becomes staged."""
+        self._staged = None
+        if self._stager is None:
+            self._stager = ThreadPoolExecutor(
+                1, "palestra-stage", initializer=limit_this_thread, initargs=(1,)
+            )
+        loop = asyncio.get_running_loop()
+        staged, digest = await loop.run_in_executor(
+            self._stager, _load_version, self._config, self._ops, manifest, tensors, self._spare
+        )
+        self._staged = staged
+        return staged, digest
+
+    async def _install(self, staged: _Staged, worker: DecodeWorker) -> None:
+        """Let ``staged`` serve. Cancelling waits for the swap: only then are the old buffers free."""
+        self._flush()
+        answer: Future[None] = Future()
+        worker.post(Install(staged.weights, staged.version, answer))
+        waiter = asyncio.wrap_future(answer)
+        cancelled: asyncio.CancelledError | None = None
+        while not waiter.done():
+            try:
+                await asyncio.shield(waiter)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        waiter.result()
+        self._spare = self._serving.store if self._serving else {}
+        self._serving, self._staged, self._version = staged, None, staged.version
+        if cancelled is not None:
+            raise cancelled
+
+    async def _drop(self) -> None:
+        """End both threads and forget everything they held."""
+        worker, stager = self._worker, self._stager
+        loop = asyncio.get_running_loop()
+        if worker is not None:
+            await loop.run_in_executor(None, worker.join)
+        if stager is not None:
+            await loop.run_in_executor(None, stager.shutdown)
+        self._batch = self._worker = self._stager = None
+        self._version = self._serving = self._staged = None
+        self._spare = {}
+
+    # -- state
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed", expected="a new engine")
+
+    def _running_worker(self) -> DecodeWorker:
+        self._check_open()
+        if self._worker is None or self._version is None:
+            raise EngineError(
+                "the engine has not been started", next_command="await engine.start(manifest, tensors)"
+            )
+        self._worker.check()
+        return self._worker
+
+
+def _load_version(
+    config: ModelConfig,
+    ops: LinearOps,
+    manifest: Manifest,
+    tensors: Iterable[tuple[str, Tensor]],
+    store: dict[str, Tensor],
+) -> tuple[_Staged, str]:
+    with boundary(Boundary.WEIGHTS, f"taking the tensors of {manifest.version}"), torch.inference_mode():
+        weights, digest = load(config, ops, manifest, tensors, store)
+    return _Staged(manifest.version, weights, store), digest
+
+
+def _checked_context(context_tokens: int, config: ModelConfig, folder: Path) -> int:
+    if context_tokens > config.max_positions or context_tokens < 0:
+        raise EngineError(
+            f"context_tokens is {context_tokens}",
+            where=str(folder),
+            expected=f"0 to {config.max_positions}, the model's maximum (0 means the maximum)",
+        )
+    return context_tokens or config.max_positions

@@ -1,0 +1,174 @@
+"""The Llama decoder as two functions over one version's weights: prompts in bulk, tokens in step.
+
+``prompts`` runs whole sequences packed end to end: the products see all tokens at
+once, attention sees one sequence at a time. ``step`` runs one token for every
+running row. Neither keeps state; keys and values go to the cache they are given.
+A sequence's numbers do not depend on its neighbours (fp32, see `linears`), and the
+two functions agree with each other and with transformers to float32 rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from palestra.models.config import ModelConfig
+from palestra.rollouts.native.cache import STRIDE, KVCache
+from palestra.rollouts.native.linears import LinearOps
+from palestra.rollouts.native.weights import Layer, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What does not change from version to version."""
+
+    config: ModelConfig
+    ops: LinearOps
+    cos_PD: Tensor
+    sin_PD: Tensor
+    """The first half of each row is negated: see ``_rotated``."""
+
+    @classmethod
+    def build(cls, config: ModelConfig, ops: LinearOps, positions: int) -> Model:
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles_PF = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / config.rope_theta**half)
+        cos_PD = torch.cat((angles_PF.cos(), angles_PF.cos()), dim=-1)
+        sin_PD = torch.cat((-angles_PF.sin(), angles_PF.sin()), dim=-1)
+        return cls(config, ops, cos_PD.to(ops.dtype), sin_PD.to(ops.dtype))
+
+
+def prompts(
+    model: Model,
+    weights: Weights,
+    sequences: Sequence[Sequence[int]],
+    cache: KVCache | None = None,
+    slots: Sequence[int] = (),
+) -> Tensor:
+    """The final hidden states of all sequences, end to end: [tokens, hidden].
+
+    With a cache, sequence i's keys and values are written to ``slots[i]``.
+    """
+    config = model.config
+    lengths = [len(sequence) for sequence in sequences]
+    total = sum(lengths)
+    padding = model.ops.padded(total) - total
+    tokens_T = torch.tensor([t for s in sequences for t in s] + [0] * padding)
+    positions_T = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(padding, dtype=torch.long)])
+    cos_T1D, sin_T1D = model.cos_PD[positions_T, None], model.sin_PD[positions_T, None]
+    hidden_TH = weights.embedding_VH[tokens_T]
+    attended_TE = torch.zeros(total + padding, config.heads * config.head_dim, dtype=hidden_TH.dtype)
+    for index, layer in enumerate(weights.layers):
+        queries_THD, keys_TKD, values_TKD = _projected(model, layer, hidden_TH, cos_T1D, sin_T1D)
+        start = 0
+        for order, length in enumerate(lengths):
+            at = slice(start, start + length)
+            attended_TE[at] = _causal(queries_THD[at], keys_TKD[at], values_TKD[at])
+            if cache is not None:
+                cache.write_prompt(index, slots[order], keys_TKD[at], values_TKD[at])
+            start += length
+        hidden_TH = _mixed(config, layer, hidden_TH, attended_TE)
+    return hidden_TH[:total]
+
+
+def step(
+    model: Model, weights: Weights, cache: KVCache, tokens: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """The logits after row r's token at its position, whose keys and values go to slot r: [rows, vocab]."""
+    config = model.config
+    rows = len(tokens)
+    padding = [0] * (model.ops.padded(rows) - rows)
+    tokens_N = torch.tensor([*tokens, *padding])
+    places = [*positions, *padding]
+    positions_N = torch.tensor(places)
+    cos_N1D, sin_N1D = model.cos_PD[positions_N, None], model.sin_PD[positions_N, None]
+    write_at = cache.token_places(places)
+    span = min(-(-(max(positions) + 1) // STRIDE) * STRIDE, cache.tokens)
+    mask = _span_mask(config, positions_N, span, weights.embedding_VH.dtype)
+    hidden_NH = weights.embedding_VH[tokens_N]
+    for index, layer in enumerate(weights.layers):
+        queries_NHD, keys_NKD, values_NKD = _projected(model, layer, hidden_NH, cos_N1D, sin_N1D)
+        cache.write_tokens(index, write_at, keys_NKD, values_NKD)
+        attended_NE = _cached(config, queries_NHD, cache.keys[index], cache.values[index], mask)
+        hidden_NH = _mixed(config, layer, hidden_NH, attended_NE)
+    return logits(model, weights, hidden_NH)[:rows]
+
+
+def logits(model: Model, weights: Weights, hidden_NH: Tensor) -> Tensor:
+    """The head's output for each row of final hidden states: [rows, vocab]."""
+    rows = hidden_NH.shape[0]
+    missing = model.ops.padded(rows) - rows
+    if missing:
+        hidden_NH = torch.cat((hidden_NH, hidden_NH[:1].expand(missing, -1)))
+    normed_NH = _normed(hidden_NH, weights.norm, model.config.rms_norm_eps)
+    return weights.head(normed_NH)[:rows]
+
+
+def _projected(
+    model: Model, layer: Layer, hidden_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [N, heads, D], keys and values [N, kv_heads, D]; queries and keys are rotated."""
+    config = model.config
+    turned = config.heads + config.kv_heads
+    normed_NH = _normed(hidden_NH, layer.input_norm, config.rms_norm_eps)
+    qkv_NXD = layer.qkv(normed_NH).view(-1, turned + config.kv_heads, config.head_dim)
+    rotated_NXD = _rotated(qkv_NXD[:, :turned], cos_N1D, sin_N1D)
+    return rotated_NXD[:, : config.heads], rotated_NXD[:, config.heads :], qkv_NXD[:, turned:]
+
+
+def _rotated(x_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Rotary positions: x * cos + (second half, first half of x) * (-sin, sin)."""
+    swapped_NXD = torch.roll(x_NXD, x_NXD.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_NXD * cos_N1D, swapped_NXD, sin_N1D)
+
+
+def _mixed(config: ModelConfig, layer: Layer, hidden_NH: Tensor, attended_NE: Tensor) -> Tensor:
+    """The rest of a layer after attention: output projection, feed-forward, both residuals."""
+    hidden_NH = hidden_NH + layer.output(attended_NE)
+    normed_NH = _normed(hidden_NH, layer.post_norm, config.rms_norm_eps)
+    gate_NI, up_NI = layer.gate_up(normed_NH).chunk(2, dim=-1)
+    return hidden_NH + layer.down(silu(gate_NI) * up_NI)
+
+
+def _normed(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    if x_NH.dtype == torch.float32:
+        return rms_norm(x_NH, weight_H.shape, weight_H, eps)
+    wide_NH = rms_norm(x_NH.float(), weight_H.shape, None, eps)
+    return weight_H * wide_NH.to(x_NH.dtype)
+
+
+def _causal(queries_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> Tensor:
+    """Causal attention within one sequence: [T, heads * D]."""
+    attended_1HTD = scaled_dot_product_attention(
+        queries_THD.transpose(0, 1)[None],
+        keys_TKD.transpose(0, 1)[None],
+        values_TKD.transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=queries_THD.shape[1] != keys_TKD.shape[1],
+    )
+    return attended_1HTD[0].transpose(0, 1).reshape(queries_THD.shape[0], -1)
+
+
+def _span_mask(config: ModelConfig, positions_N: Tensor, span: int, dtype: torch.dtype) -> Tensor:
+    """0 up to each row's position and -inf after it, once per key-value head: [N * kv_heads, 1, span]."""
+    hidden = torch.arange(span)[None] > positions_N[:, None]
+    mask_NS = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return mask_NS.repeat_interleave(config.kv_heads, dim=0)[:, None]
+
+
+def _cached(config: ModelConfig, queries_NHD: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query per head over the cached positions: [N, heads * D].
+
+    Query heads that share a key-value head form one small matrix, so each cached
+    key is read once. Plain batched products: measured as fast as the fused kernel
+    for this shape, and free of its dependence on how many rows there are.
+    """
+    pairs, _, span = mask.shape
+    queries = queries_NHD.reshape(pairs, -1, config.head_dim)
+    keys_t = keys[:pairs, :span].transpose(1, 2)
+    scores = torch.baddbmm(mask, queries, keys_t, alpha=config.head_dim**-0.5)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(queries.dtype)
+    return torch.bmm(shares, values[:pairs, :span]).view(queries_NHD.shape[0], -1)

@@ -1,0 +1,136 @@
+"""The decoder's numbers: against transformers, against itself, and independent of neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import make_tiny_model
+
+from palestra.models.config import ModelConfig
+from palestra.models.tensors import load_tensors
+from palestra.rollouts.native import forward
+from palestra.rollouts.native.cache import KVCache
+from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.linears import LinearOps, packing_works
+from palestra.rollouts.native.weights import load
+from rollouts.support import Tiny, manifest_of, ragged_prompts
+
+KINDS = [
+    pytest.param(False, id="plain"),
+    pytest.param(
+        True,
+        id="packed",
+        marks=pytest.mark.skipif(not packing_works(torch.float32), reason="no prepacked products here"),
+    ),
+]
+
+
+def fresh_cache(model: Model, slots: int, tokens: int = 96) -> KVCache:
+    cache = KVCache(model.config, slots=model.ops.padded(slots), context=256, dtype=model.ops.dtype)
+    cache.reserve(tokens)
+    return cache
+
+
+@pytest.mark.parametrize("packed", KINDS)
+def test_logits_of_whole_prompts_equal_those_of_transformers(
+    tiny: Tiny, reference: Any, packed: bool
+) -> None:
+    model, weights = tiny.weights(packed=packed)
+    sequences = ragged_prompts(5, seed=3)
+    hidden = forward.prompts(model, weights, sequences)
+    ours = forward.logits(model, weights, hidden)
+    with torch.no_grad():
+        theirs = torch.cat([reference(torch.tensor([s])).logits[0] for s in sequences])
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_an_untied_head_and_unshared_keys_equal_transformers_too(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = make_tiny_model(tmp_path / "untied", tied=False, heads=4, kv_heads=4, seed=5)
+    config, tensors = ModelConfig.from_folder(folder), load_tensors(folder)
+    ops = LinearOps.best(torch.float32, 1)
+    weights, _ = load(config, ops, manifest_of(tensors), tensors.items(), {})
+    model = Model.build(config, ops, config.max_positions)
+    prompt = ragged_prompts(1, seed=8)[0]
+    ours = forward.logits(model, weights, forward.prompts(model, weights, [prompt]))
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = network(torch.tensor([prompt])).logits[0]
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("packed", KINDS)
+def test_decoding_with_the_cache_equals_computing_the_whole_sequence_anew(tiny: Tiny, packed: bool) -> None:
+    model, weights = tiny.weights(packed=packed)
+    sequences = ragged_prompts(6, seed=4)
+    continuation = ragged_prompts(6, seed=9, longest=1)
+    cache = fresh_cache(model, 6)
+    forward.prompts(model, weights, sequences, cache, range(6))
+    for index in range(30):
+        tokens = [(continuation[row][0] + 7 * index) % 256 for row in range(6)]
+        stepped = forward.step(model, weights, cache, tokens, [len(s) for s in sequences])
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.append(token)
+        if index % 7 == 0:
+            whole = torch.stack([forward.prompts(model, weights, [s])[-1] for s in sequences])
+            anew = forward.logits(model, weights, whole)
+            assert (stepped - anew).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("packed", KINDS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(tiny: Tiny, packed: bool) -> None:
+    """A resumed run recomputes rollouts in other company: their bits must not move."""
+    model, weights = tiny.weights(packed=packed)
+    sequences = ragged_prompts(16, seed=5)
+    together = fresh_cache(model, 16)
+    hidden = forward.prompts(model, weights, sequences, together, range(16))
+    ends = torch.tensor([len(s) for s in sequences]).cumsum(0) - 1
+    crowd = forward.step(model, weights, together, [s[0] for s in sequences], [len(s) for s in sequences])
+    for row, sequence in enumerate(sequences):
+        alone = fresh_cache(model, 1, tokens=64)
+        own = forward.prompts(model, weights, [sequence], alone, [0])
+        single = forward.step(model, weights, alone, [sequence[0]], [len(sequence)])
+        assert torch.equal(own[-1], hidden[ends[row]])
+        assert torch.equal(single[0], crowd[row])
+
+
+def test_stale_and_padding_positions_have_no_weight(tiny: Tiny) -> None:
+    model, weights = tiny.weights()
+    prompt = ragged_prompts(1, seed=6)[0]
+    clean, dirty = fresh_cache(model, 2), fresh_cache(model, 2)
+    for tensor in (*dirty.keys, *dirty.values):
+        tensor.fill_(1e4)
+    for cache in (clean, dirty):
+        forward.prompts(model, weights, [prompt], cache, [0])
+    ours = forward.step(model, weights, clean, [65], [len(prompt)])
+    theirs = forward.step(model, weights, dirty, [65], [len(prompt)])
+    assert torch.equal(ours, theirs)
+
+
+def test_bfloat16_stays_near_float32_and_pads_a_single_row(tiny: Tiny) -> None:
+    exact_model, exact_weights = tiny.weights()
+    ops = LinearOps.best(torch.bfloat16, 1)
+    assert ops.padded(1) == 2
+    weights, _ = load(tiny.config, ops, manifest_of(tiny.tensors), tiny.tensors.items(), {})
+    model = Model.build(tiny.config, ops, 256)
+    prompt = ragged_prompts(1, seed=7)[0]
+    cache = fresh_cache(model, 1)
+    hidden = forward.prompts(model, weights, [prompt], cache, [0])
+    exact = forward.prompts(exact_model, exact_weights, [prompt])
+    assert hidden.dtype == torch.bfloat16
+    ours = forward.logits(model, weights, hidden).float()
+    theirs = forward.logits(exact_model, exact_weights, exact)
+    assert 0 < (ours - theirs).abs().mean() < 0.05
+    stepped = forward.step(model, weights, cache, [65], [len(prompt)]).float()
+    whole = forward.prompts(exact_model, exact_weights, [[*prompt, 65]])[-1:]
+    assert stepped.shape == (1, tiny.config.vocab_size)
+    assert (stepped - forward.logits(exact_model, exact_weights, whole)).abs().mean() < 0.05
+
+
+def test_plain_float32_rows_are_padded_to_multiples_of_four_per_thread() -> None:
+    ops = LinearOps(torch.float32, packed=False, threads=2)
+    assert [ops.padded(n) for n in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    packed = LinearOps(torch.float32, packed=True, threads=2)
+    assert [packed.padded(n) for n in (1, 9)] == [1, 9]
