@@ -10,7 +10,6 @@ exist: `palestra.job` declares them, `palestra.settings` layers them.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
@@ -72,18 +71,30 @@ def setting(default: Any, what: str, unit: str, *, why: str = "", words: str = "
     return Field(default, description=f"{what} [{unit}]", json_schema_extra=extra, **bounds)
 
 
-def show(value: object) -> str:
-    """A value as a message shows it: as TOML would write it, on one line, not too long."""
+def toml_text(value: object) -> str:
+    """A value as TOML writes it, on one line and printable; what TOML has no word for as Python shows it."""
     if isinstance(value, bool):
-        text = "true" if value else "false"
-    elif isinstance(value, (str, Path)):
-        text = json.dumps(str(value), ensure_ascii=not str(value).isprintable())
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(show(item) for item in value) + "]"
-    elif isinstance(value, int) and value.bit_length() > 256:
-        text = f"a number of {value.bit_length()} bits"
-    else:
-        text = " ".join(repr(value).split())
+        return "true" if value else "false"
+    if isinstance(value, (str, Path)):
+        return '"' + "".join(map(_escaped, str(value))) + '"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_text, value)) + "]"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return " ".join(repr(value).split())
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return f"\\{char}"
+    if char.isprintable():
+        return char
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def show(value: object) -> str:
+    """``toml_text``, cut to what fits into a message."""
+    text = toml_text(value)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 

@@ -64,7 +64,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}", next_command=f"{self.prog} --help")
+        raise self.wrong(message)
+
+    def wrong(self, message: str, close: str = "") -> UsageError:
+        """The error that says ``message`` about this verb."""
+        verb = self.prog.removeprefix("palestra ")
+        return UsageError(f"{verb}: {message}", nearest=close, next_command=f"{self.prog} --help")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments; UsageError with the nearest flag for one that does not exist."""
@@ -74,12 +79,8 @@ class Parser(argparse.ArgumentParser):
         word = extra[0].partition("=")[0]
         flags = [flag for action in self._actions for flag in action.option_strings]
         if word.startswith("-"):
-            raise UsageError(
-                f"{self.prog}: there is no flag {word}",
-                nearest=nearest(word, flags),
-                next_command=f"{self.prog} --help",
-            )
-        raise UsageError(f"{self.prog}: one word too many: {word!r}", next_command=f"{self.prog} --help")
+            raise self.wrong(f"there is no flag {word}", nearest(word, flags))
+        raise self.wrong(f"one word too many: {word!r}")
 
 
 def _add_common(parser: argparse.ArgumentParser, *, as_json: bool) -> None:
@@ -95,9 +96,9 @@ def execute(prog: str, command: Command, words: Sequence[str]) -> int:
     own, rest = _split(words)
     as_json, debug = "--json" in own, "--debug" in own or os.environ.get("PALESTRA_DEBUG") == "1"
     try:
-        if rest and not command.takes_rest:
-            raise UsageError(f"{prog}: takes no words after --", next_command=f"{prog} --help")
         parser = Parser(prog, command.about, command.examples)
+        if rest and not command.takes_rest:
+            raise parser.wrong("takes no words after --")
         _add_common(parser, as_json=command.json)
         command.arguments(parser)
         args = parser.read(own)

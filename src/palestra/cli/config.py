@@ -8,7 +8,9 @@ trained.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +52,18 @@ def _values(args: argparse.Namespace) -> Values:
         return resolve_values(files=files, sets=sets)
     path = require_file(args.file)
     try:
-        with overlay(Overlay(files, sets, path, look_only=True)), as_main(path, args.rest) as module:
-            job = only_job(vars(module), path)
-            return resolve(job, files=files, sets=sets, job_file=path)
+        with ExitStack() as stack:
+            stack.enter_context(redirect_stdout(sys.stderr))  # what the file prints is not ours
+            stack.enter_context(overlay(Overlay(files, sets, path, look_only=True)))
+            module = stack.enter_context(as_main(path, args.rest))
+            return resolve(only_job(vars(module), path), files=files, sets=sets, job_file=path)
     except JobSeenError as seen:
         return seen.resolved
 
 
 def toml_lines(values: Values, *, origins: bool) -> Iterator[str]:
     """The values as a TOML file, sections after the top level."""
-    from palestra.fields import leaves
+    from palestra.fields import leaves, toml_text
     from palestra.job import Job
 
     section = ""
@@ -69,28 +73,17 @@ def toml_lines(values: Values, *, origins: bool) -> Iterator[str]:
             section = group
             yield f"\n[{group}]"
         if not leaf.settable or key not in values.values:
-            given = type(values.values[key]).__name__ if key in values.values else "given in Python"
-            yield f"# {name}: {given}"
+            given = type(values.values[key]).__name__ if key in values.values else "not set"
+            yield f"# {name}: {safe(given)}"
             continue
-        line = f"{name} = {toml_value(values.values[key])}"
+        line = f"{name} = {toml_text(values.values[key])}"
         yield f"{line}  # {_because(values.provenance[key])}" if origins else line
 
 
-def toml_value(value: Any) -> str:
-    """A setting's value as TOML writes it."""
-    import json
-
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def _because(origin: Origin) -> str:
-    lower = ", ".join(f"{toml_value(low.value)} from {low}" for low in origin.overridden)
+    from palestra.fields import toml_text
+
+    lower = ", ".join(f"{toml_text(low.value)} from {low}" for low in origin.overridden)
     return safe(f"{origin}, over {lower}" if lower else str(origin)).replace("\n", " ")
 
 
@@ -99,6 +92,8 @@ def _schema_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _schema(args: argparse.Namespace) -> int:
+    from palestra.fields import toml_text
+
     rows = schema_rows()
     if args.json:
         print_json({"fields": rows})
@@ -107,7 +102,7 @@ def _schema(args: argparse.Namespace) -> int:
         [
             row["key"],
             row["type"],
-            toml_value(row["default"]) if "default" in row else "required",
+            toml_text(row["default"]) if "default" in row else "required",
             row["about"],
         ]
         for row in rows

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import os
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.cli.command import OK, Command, UsageError, print_json, safe, table
 from palestra.errors import nearest
+
+if TYPE_CHECKING:
+    from palestra.records.listing import RunSummary
+    from palestra.records.reader import RunReader
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -37,7 +43,7 @@ def _runs_dir_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from palestra.records.reader import list_runs
+    from palestra.records.listing import list_runs
 
     folder = args.runs_dir or default_runs_dir()
     runs = list_runs(folder)
@@ -46,19 +52,20 @@ def _list(args: argparse.Namespace) -> int:
     elif not runs:
         print(f"no runs in {safe(str(folder))}; palestra quickstart makes the first one")
     else:
-        rows = [
-            [
-                run.name,
-                str(run.state),
-                f"{run.step}/{run.steps}",
-                _number(run.reward),
-                str(run.model),
-                str(run.created),
-            ]
-            for run in runs
-        ]
-        print(table(("name", "state", "step", "reward", "model", "created"), rows))
+        print(table(("name", "state", "step", "reward", "model", "created"), [_row(run) for run in runs]))
     return OK
+
+
+def _row(run: RunSummary) -> list[str]:
+    created = datetime.datetime.fromtimestamp(run.created) if run.created else None
+    return [
+        run.name,
+        run.state,
+        f"{run.step}/{'?' if run.steps is None else run.steps}",
+        "-" if run.reward is None else f"{run.reward:.3f}",
+        run.model or run.reason or "-",
+        f"{created:%Y-%m-%d %H:%M}" if created else "-",
+    ]
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +99,7 @@ def find_run(named: str, folder: Path) -> Path:
     )
 
 
-def describe(reader: Any, path: Path) -> dict[str, Any]:
+def describe(reader: RunReader, path: Path) -> dict[str, Any]:
     """All that ``runs show`` knows, as plain objects."""
     state, reason = reader.state()
     info = reader.info()
@@ -112,7 +119,7 @@ def describe(reader: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def show_lines(reader: Any, path: Path) -> list[str]:
+def show_lines(reader: RunReader, path: Path) -> list[str]:
     """The run's summary, and what a person asks next: where it lies, its curve, what it can resume from."""
     from palestra.ui.summary import summary_of
 
@@ -139,14 +146,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int((value - low) / span * len(_BARS)))] for value in means)
 
 
-def _number(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, (int, float)) else "-"
-
-
-def _summary_json(run: Any) -> dict[str, Any]:
-    names = ("name", "path", "state", "step", "steps", "reward", "model", "created", "attempts")
-    plain = {name: getattr(run, name) for name in names}
-    return plain | {"path": str(run.path), "state": str(run.state)}
+def _summary_json(run: RunSummary) -> dict[str, Any]:
+    return asdict(run) | {"path": str(run.path)}
 
 
 COMMANDS = {
