@@ -51,6 +51,9 @@ class ModelConfig:
     """The weights' type on disk as config.json names it: float32, bfloat16, float16."""
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly"

