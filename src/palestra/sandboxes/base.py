@@ -67,7 +67,7 @@ class ExecResult:
 
 
 class Sandbox(Protocol):
-    """One isolated place. Every exec starts from an empty /tmp: nothing outlives the program that wrote it."""
+    """One isolated place. Every exec starts from an empty /tmp: no file outlives its program."""
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None

