@@ -45,7 +45,7 @@ def target_loss(
         above = (weights_N > 0) & (log_ratio > math.log(highest))
         below = (weights_N < 0) & (log_ratio < (math.log(lowest) if lowest > 0 else -math.inf))
         clipped = above | below
-        bound = torch.where(above, highest, lowest).to(weights_N.dtype)
+        bound = torch.where(above, weights_N.new_tensor(highest), weights_N.new_tensor(lowest))
     # The ratio of a clipped target is never formed: 0 times its overflow would be nan in the backward.
     ratio = torch.where(clipped, torch.zeros_like(log_ratio), log_ratio).exp()
     return TargetLoss(-weights_N * torch.where(clipped, bound, ratio), clipped)

@@ -110,7 +110,7 @@ def check_file(path: Path, record: Mapping[str, Any] | None, shapes: Mapping[str
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy a checked file's tensors into these."""
-    with safe_open(path, "pt") as file:
+    with safe_open(path, "pt") as file, torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(file.get_tensor(name))
 

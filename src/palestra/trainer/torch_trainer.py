@@ -31,6 +31,7 @@ from palestra.models.dtypes import TORCH_DTYPES
 from palestra.models.folder import copy_model_files
 from palestra.models.llama import Llama
 from palestra.models.tensors import load_tensors, save_tensors
+from palestra.trainer.adamw import MOMENTS, AdamW
 from palestra.trainer.base import StepReport
 from palestra.trainer.head import Distribution, Head, HeadResult
 from palestra.trainer.memory import keep_freed_memory
@@ -39,7 +40,7 @@ from palestra.trainer.state_files import INDEX, check_file, read_index, read_int
 from palestra.trainer.tree_attention import TreeAttention
 from palestra.types import Batch, Boundary, LossSpec
 
-MASTERS, MOMENTS = "masters", ("exp_avg", "exp_avg_sq")
+MASTERS = "masters"
 
 
 class TorchTrainer:
@@ -57,13 +58,12 @@ class TorchTrainer:
         self._masters = dict(self._model.named_parameters())
         self._head = Head(self.config.vocab_size)
         self._thread_count = settings.threads or torch.get_num_threads()
-        self._optimizer: torch.optim.AdamW | None = None
-        self._updates = 0
+        self._optimizer: AdamW | None = None
         self._closed = False
 
     @property
     def updates(self) -> int:
-        return self._updates
+        return self._optimizer.updates if self._optimizer else 0
 
     def step(self, batch: Batch, loss: LossSpec, learning_rate: float) -> StepReport:
         start = time.perf_counter()
@@ -72,16 +72,15 @@ class TorchTrainer:
             raise TrainerError(f"the learning rate must be finite and >= 0, got {learning_rate}")
         with boundary(Boundary.TRAINER, "the training step"), self._threads():
             optimizer = self._prepare()
-            for parameter in self._masters.values():
-                _grad(parameter).zero_()
+            optimizer.zero_gradients()
             results = [
                 (part, self._backward(part.batch, loss)) for part in _with_targets(batch, self.settings)
             ]
             total = sum(result.loss for _, result in results)
-            norm = torch.nn.utils.get_total_norm(map(_grad, self._masters.values())).item()
+            norm = optimizer.gradient_norm()
             applied = math.isfinite(total) and math.isfinite(norm)
             if applied:
-                self._apply(optimizer, norm, learning_rate)
+                optimizer.update(learning_rate, norm)
             return _report(batch, results, total, norm, learning_rate, applied, start)
 
     def logprobs(self, batch: Batch) -> tuple[float, ...]:
@@ -108,7 +107,7 @@ class TorchTrainer:
     def save_state(self, folder: Path) -> None:
         self._check_open()
         with boundary(Boundary.TRAINER, f"saving the trainer state to {folder}"), self._threads():
-            write_state(folder, self._state(), self._updates, self._fingerprint())
+            write_state(folder, self._state(), self.updates, self._fingerprint())
 
     def load_state(self, folder: Path) -> None:
         self._check_open()
@@ -121,9 +120,7 @@ class TorchTrainer:
                 check_file(folder / name, index.files.get(name), shapes)
             for part, tensors in self._state().items():
                 read_into(folder / f"{part}.safetensors", tensors)
-            for state in self._prepare().state.values():
-                state["step"].fill_(index.updates)
-            self._updates = index.updates
+            self._prepare().updates = index.updates
 
     def save_model(self, folder: Path) -> None:
         self._check_open()
@@ -163,46 +160,14 @@ class TorchTrainer:
         _grad(embedding).index_add_(0, tokens, _grad(embedded))
         return result
 
-    def _apply(self, optimizer: torch.optim.AdamW, norm: float, learning_rate: float) -> None:
-        limit = self.settings.grad_clip
-        if limit and norm > limit:
-            for parameter in self._masters.values():
-                _grad(parameter).mul_(limit / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-        self._updates += 1
+    def _prepare(self) -> AdamW:
+        """The optimiser, whose gradients and moments are allocated at first use and then kept."""
+        if self._optimizer is None:
+            self._optimizer = AdamW(self._masters, self.settings)
+        return self._optimizer
 
-    def _prepare(self) -> torch.optim.AdamW:
-        """The optimiser with its state and the gradients, allocated once and then kept."""
-        if self._optimizer is not None:
-            return self._optimizer
-        settings = self.settings
-        parameters = list(self._masters.values())
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-            ],
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            fused=True,
-        )
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                **{moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS},
-            }
-        self._optimizer = optimizer
-        return optimizer
-
-    def _state(self) -> dict[str, dict[str, Tensor]]:
-        state = self._prepare().state
-        parts = {MASTERS: {name: master.detach() for name, master in self._masters.items()}}
-        for moment in MOMENTS:
-            parts[moment] = {name: state[master][moment] for name, master in self._masters.items()}
-        return parts
+    def _state(self) -> dict[str, Mapping[str, Tensor]]:
+        return {MASTERS: self._masters, **self._prepare().moments}
 
     def _fingerprint(self) -> dict[str, Any]:
         shapes = [[name, list(master.shape)] for name, master in self._masters.items()]
