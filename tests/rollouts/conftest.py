@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import make_tiny_model
 from torch import Tensor
 
+from helpers.tiny import make_tiny_model
 from palestra.models.config import ModelConfig
 from palestra.models.tensors import load_tensors
 from palestra.rollouts.native.engine import NativeEngine

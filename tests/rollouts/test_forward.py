@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import make_tiny_model
 
+from helpers.tiny import make_tiny_model
 from palestra.models.config import ModelConfig
 from palestra.models.tensors import load_tensors
 from palestra.rollouts.native import forward

@@ -44,7 +44,7 @@ class KVCache:
         """Make room for ``tokens`` tokens in every slot; what is stored stays."""
         if tokens <= self.tokens:
             return
-        grown = max(tokens, min(2 * self.tokens, self.context), min(_FIRST_TOKENS, self.context))
+        grown = max(tokens, min(2 * self.tokens, self.context), _FIRST_TOKENS)
         grown = -(-grown // STRIDE) * STRIDE
         for tensors in (self.keys, self.values):
             for layer in range(self._config.layers):

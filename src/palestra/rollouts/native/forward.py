@@ -21,6 +21,9 @@ from palestra.rollouts.native.cache import STRIDE, KVCache
 from palestra.rollouts.native.linears import LinearOps
 from palestra.rollouts.native.weights import Layer, Weights
 
+_SMALL_PRODUCT = 400
+"""torch multiplies batches of matrices below this many multiplications with another kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -86,7 +89,7 @@ def step(
     positions_N = torch.tensor(places)
     cos_N1D, sin_N1D = model.cos_PD[positions_N, None], model.sin_PD[positions_N, None]
     write_at = cache.token_places(places)
-    span = min(-(-(max(positions) + 1) // STRIDE) * STRIDE, cache.tokens)
+    span = min(_span(config, max(positions) + 1), cache.tokens)
     mask = _span_mask(config, positions_N, span, weights.embedding_VH.dtype)
     hidden_NH = weights.embedding_VH[tokens_N]
     for index, layer in enumerate(weights.layers):
@@ -150,6 +153,16 @@ def _causal(queries_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> Tensor
         enable_gqa=queries_THD.shape[1] != keys_TKD.shape[1],
     )
     return attended_1HTD[0].transpose(0, 1).reshape(queries_THD.shape[0], -1)
+
+
+def _span(config: ModelConfig, positions: int) -> int:
+    """How many cached positions attention reads where ``positions`` are filled.
+
+    Multiples of ``STRIDE`` give every row the same sums whatever the longest row is.
+    """
+    group = config.heads // config.kv_heads * config.head_dim
+    least = -(-_SMALL_PRODUCT // group)
+    return -(-max(positions, least) // STRIDE) * STRIDE
 
 
 def _span_mask(config: ModelConfig, positions_N: Tensor, span: int, dtype: torch.dtype) -> Tensor:
