@@ -99,7 +99,7 @@ class RunReader:
         return RunState("lost", gone) if gone else RunState("running", reason)
 
     def attempts(self) -> list[Record]:
-        """Each attempt: ``attempt``, ``launch``, ``resolved``, ``provenance``, and ``started`` where known."""
+        """Each attempt: ``attempt``, ``launch``, ``resolved``, ``provenance``, ``started`` where known."""
         told = {a.get("attempt"): a for a in self.info().get("attempts", []) if isinstance(a, dict)}
         folders = sorted(
             (int(match[1]), folder)
@@ -143,7 +143,7 @@ class RunReader:
     def rollouts(
         self, step: int | None = None, split: str | None = None, limit: int | None = None
     ) -> list[Record]:
-        """Rollout records, or the first ``limit``. A step redone after a restart has those of both attempts."""
+        """Rollout records, or the first ``limit``; a step redone after a restart has both attempts'."""
         return list(islice(self.iter_rollouts(step, split), limit))
 
     def iter_rollouts(self, step: int | None = None, split: str | None = None) -> Iterator[Record]:
