@@ -222,16 +222,16 @@ class Leaf:
         if not isinstance(value, (str, int, float)):
             return ""
         text = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
-        return show(text) if self._accepts(text) else ""
+        return show(text) if text and self._accepts(text) else ""
 
     def _nearest_number(self, value: object) -> str:
         number = _float_or(value) if isinstance(value, str) else value
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or number != number:
             return ""
         low, high = _bound(self.info.metadata, "ge"), _bound(self.info.metadata, "le")
         number = number if low is None else max(number, low)
         number = number if high is None else min(number, high)
-        if not math.isfinite(number):
+        if number in (math.inf, -math.inf) or (isinstance(number, int) and number.bit_length() > 63):
             return ""
         number = round(number) if self.kind == "int" else float(number)
         return show(number) if self._accepts(number) else ""
@@ -299,6 +299,18 @@ class Section(BaseModel):
                 text = f"a {kind} cannot be changed once built; give {name} to {kind}(...)"
                 raise ConfigError([f"{name}: {text} (at {caller()})"])
             super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        """Same kind and same values, wherever they were written."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._values() == other._values()  # type: ignore[attr-defined]  # same type
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in type(self).model_fields)
 
     def replaced(self, where: str, **values: Any) -> Self:
         """A copy with other, already judged, values that ``where`` gave."""

@@ -1,7 +1,7 @@
 """What the verbs share: how arguments are read, how results and errors leave the process.
 
 Importing this module costs nothing beyond argparse. Every usage error names the
-nearest valid word. Exit codes are part of the interface and listed once, here.
+nearest valid word; every known failure leaves as a message and an exit code.
 Whatever came from a model, a file or a user's string is printed through
 ``safe``: a terminal never sees its control characters.
 """
@@ -9,7 +9,6 @@ Whatever came from a model, a file or a user's string is printed through
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -17,17 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from palestra.cli.codes import EXIT_CODES, INTERRUPTED, USAGE
 from palestra.errors import PalestraError, nearest
-from palestra.records.schema import jsonable
-
-OK, FAILED, USAGE, MISSING, STOPPED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-EXIT_CODES = """exit codes:
-  0  ok
-  1  the run failed
-  2  wrong usage or configuration
-  3  something on this machine is missing
-  4  stopped early and resumable: the same command continues
-  130  interrupted at once"""
 
 
 class UsageError(PalestraError):
@@ -150,6 +140,10 @@ def error_json(error: PalestraError) -> dict[str, Any]:
 
 def print_json(value: Any) -> None:
     """One strict JSON document on stdout, in ASCII: whole whatever the terminal's encoding."""
+    import json
+
+    from palestra.records.schema import jsonable
+
     print(json.dumps(jsonable(value), indent=2, allow_nan=False))
 
 

@@ -14,7 +14,8 @@ from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.command import OK, Command, print_json, safe, table
+from palestra.cli.codes import OK
+from palestra.cli.command import Command, print_json, safe, table
 from palestra.cli.job_file import as_main, only_job, require_file
 from palestra.cli.train import layer_arguments, sets_of
 

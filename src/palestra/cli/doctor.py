@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from palestra.cli.command import MISSING, OK, Command, print_json, safe
+from palestra.cli.codes import MISSING, OK
+from palestra.cli.command import Command, print_json, safe
 from palestra.cli.runs import default_runs_dir
 from palestra.errors import PalestraError
 

@@ -1,7 +1,7 @@
 """The ``palestra`` command: finds the verb, loads only its module, and lets it run.
 
 Starting is cheap: no verb's module is imported before it was asked for, and
-``--help``, ``--version`` and wrong words load no torch, no pydantic and no rich.
+no help text, list or wrong word loads torch, pydantic or rich.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from palestra import __version__
-from palestra.cli.command import EXIT_CODES, USAGE, Command, UsageError, execute, report
-from palestra.errors import nearest
+from palestra.cli.codes import EXIT_CODES, USAGE
+
+if TYPE_CHECKING:
+    from palestra.cli.command import Command
 
 VERBS = {
     "quickstart": "a model that visibly learns on this machine, in minutes",
@@ -49,6 +52,8 @@ def _dispatch(words: list[str]) -> int:
     verb = _verb_of(words)
     if verb is None:
         return _no_verb(words)
+    from palestra.cli.command import execute
+
     room, _, name = verb.partition(" ")
     module = importlib.import_module(f"palestra.cli.{room}")
     command: Command = module.COMMANDS[name or room]
@@ -70,6 +75,9 @@ def _no_verb(words: Sequence[str]) -> int:
     if inside and second in ("", "--help", "-h"):
         print("\n".join(f"palestra {verb}  {VERBS[verb]}" for verb in inside))
         return 0 if second else USAGE
+    from palestra.cli.command import UsageError, report
+    from palestra.errors import nearest
+
     asked = f"{first} {second}" if inside else first
     firsts = {verb.split()[0]: verb for verb in VERBS}
     close = nearest(asked, inside) if inside else firsts.get(nearest(first, firsts), "")

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.command import OK, Command, UsageError, print_json, safe, table
+from palestra.cli.codes import OK
+from palestra.cli.command import Command, UsageError, print_json, safe, table
 from palestra.errors import nearest
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.command import FAILED, OK, STOPPED, Command, print_json
+from palestra.cli.codes import FAILED, OK, STOPPED
+from palestra.cli.command import Command, print_json
 from palestra.cli.job_file import as_main, only_job, require_file
 
 _EXIT_BY_STATUS = {"finished": OK, "stopped": STOPPED}
