@@ -132,6 +132,8 @@ class TorchTrainer:
 
     def close(self) -> None:
         """Free the weights and the optimiser state; every other method then raises TrainerError."""
+        if self._closed:
+            return
         self._closed = True
         self._optimizer = None
         self._masters.clear()
