@@ -153,8 +153,10 @@ def safe(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with two spaces between; numbers are not special."""
-    cells = [[safe(" ".join(cell.split())) for cell in row] for row in (header, *rows)]
+    """Columns aligned with two spaces between; each cell is one harmless line."""
+    from palestra.ui.text import safe_text
+
+    cells = [[safe_text(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -99,3 +99,7 @@ def usage() -> str:
         f"usage: palestra COMMAND ...      palestra COMMAND --help      palestra --version\n\n"
         f"commands:\n{verbs}\n\n{EXIT_CODES}\n\nstart here: palestra quickstart"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

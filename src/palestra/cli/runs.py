@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import math
 import os
 import tomllib
 from dataclasses import asdict
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from palestra.records.listing import RunSummary
     from palestra.records.reader import RunReader
 
-_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_COLUMNS = 40
 
 
 def default_runs_dir() -> Path:
@@ -122,9 +121,10 @@ def describe(reader: RunReader, path: Path) -> dict[str, Any]:
 
 def show_lines(reader: RunReader, path: Path) -> list[str]:
     """The run's summary, and what a person asks next: where it lies, its curve, what it can resume from."""
+    from palestra.ui.sparkline import sparkline
     from palestra.ui.summary import summary_of
 
-    reward = [value for _, value in reader.series("reward/mean") if math.isfinite(value)]
+    reward = [value for _, value in reader.series("reward/mean")]
     lines = [
         *summary_of(reader).split("\n"),
         f"  folder    {path}",
@@ -132,19 +132,10 @@ def show_lines(reader: RunReader, path: Path) -> list[str]:
         f"  attempts  {len(reader.attempts())}",
     ]
     if reward:
-        lines.append(f"  curve     {sparkline(reward)}")
+        lines.append(f"  curve     {sparkline(reward, _CURVE_COLUMNS)}")
     for step, _, complete in reader.checkpoints():
         lines.append(f"  saved     step {step}" + ("" if complete else "  (incomplete)"))
     return [safe(line) for line in lines]
-
-
-def sparkline(values: list[float], width: int = 40) -> str:
-    """The values as bars from the lowest to the highest, at most ``width`` of them (means of neighbours)."""
-    size = -(-len(values) // width)
-    means = [sum(chunk) / len(chunk) for chunk in (values[i : i + size] for i in range(0, len(values), size))]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_BARS[min(len(_BARS) - 1, int((value - low) / span * len(_BARS)))] for value in means)
 
 
 def _summary_json(run: RunSummary) -> dict[str, Any]:
