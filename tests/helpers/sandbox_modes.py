@@ -45,14 +45,16 @@ async def main():
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         call = json.loads(line)
         async with host.open(SandboxSpec(**call["spec"])) as box:
-            if "source" in call:
-                result = await box.python(call["source"], stdin=base64.b64decode(call["stdin"]))
+            if "argv" in call:
+                work = [box.exec(call["argv"])]
             else:
-                result = await box.exec(call["argv"])
-        answer = dataclasses.asdict(result)
-        for name in ("stdout", "stderr"):
-            answer[name] = base64.b64encode(answer[name]).decode()
-        print(json.dumps(answer), flush=True)
+                stdin = base64.b64decode(call["stdin"])
+                work = [box.python(call["source"], stdin=stdin) for _ in range(call["copies"])]
+            answers = [dataclasses.asdict(result) for result in await asyncio.gather(*work)]
+        for answer in answers:
+            for name in ("stdout", "stderr"):
+                answer[name] = base64.b64encode(answer[name]).decode()
+        print(json.dumps(answers), flush=True)
     await host.close()
 
 asyncio.run(main())
@@ -72,6 +74,11 @@ class Here:
         async with self.host.open(SandboxSpec(**spec)) as box:
             return await box.python(source, stdin=stdin)
 
+    async def pair(self, source: str, **spec: Any) -> list[ExecResult]:
+        """Two copies at the same time."""
+        async with self.host.open(SandboxSpec(**spec)) as box:
+            return await asyncio.gather(box.python(source), box.python(source))
+
     async def exec(self, argv: list[str], **spec: Any) -> ExecResult:
         async with self.host.open(SandboxSpec(**spec)) as box:
             return await box.exec(argv)
@@ -86,24 +93,29 @@ class Unprivileged:
         self._process = process
 
     async def python(self, source: str, *, stdin: bytes = b"", **spec: Any) -> ExecResult:
-        return await self._call({"spec": spec, "source": source, "stdin": base64.b64encode(stdin).decode()})
+        call = {"spec": spec, "source": source, "stdin": base64.b64encode(stdin).decode(), "copies": 1}
+        return (await self._call(call))[0]
+
+    async def pair(self, source: str, **spec: Any) -> list[ExecResult]:
+        return await self._call({"spec": spec, "source": source, "stdin": "", "copies": 2})
 
     async def exec(self, argv: list[str], **spec: Any) -> ExecResult:
-        return await self._call({"spec": spec, "argv": argv})
+        return (await self._call({"spec": spec, "argv": argv}))[0]
 
-    async def _call(self, call: dict[str, Any]) -> ExecResult:
+    async def _call(self, call: dict[str, Any]) -> list[ExecResult]:
         return await asyncio.to_thread(self._talk, call)
 
-    def _talk(self, call: dict[str, Any]) -> ExecResult:
+    def _talk(self, call: dict[str, Any]) -> list[ExecResult]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(call).encode() + b"\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        for name in ("stdout", "stderr"):
-            answer[name] = base64.b64decode(answer[name])
-        answer["status"] = ExecStatus(answer["status"])
-        return ExecResult(**answer)
+        answers = json.loads(self._process.stdout.readline())
+        for answer in answers:
+            for name in ("stdout", "stderr"):
+                answer[name] = base64.b64decode(answer[name])
+            answer["status"] = ExecStatus(answer["status"])
+        return [ExecResult(**answer) for answer in answers]
 
 
 Mode = Here | Unprivileged

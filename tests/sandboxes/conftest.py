@@ -22,12 +22,12 @@ def mode(request: pytest.FixtureRequest) -> Iterator[Mode]:
 
 
 @pytest.fixture(scope="session")
-def _isolation() -> None:
+def isolation() -> None:
     asyncio.run(here_or_skip().host.close())
 
 
 @pytest.fixture
-async def host(_isolation: None) -> AsyncIterator[BubblewrapHost]:
+async def host(isolation: None) -> AsyncIterator[BubblewrapHost]:
     """A host of two slots in this test's event loop."""
     made = BubblewrapHost(concurrency=2)
     made._probed = True

@@ -31,6 +31,9 @@ CHAT_TEMPLATE = (
 )
 """ChatML without the system prompt that the model's own template adds: it costs 20 tokens a prompt."""
 
+PROMPT = "Write a Python function f(x) that {what}. Answer with the code only, starting with def f(x):"
+"""Without its last sentence the small model often talks first, and names the function otherwise."""
+
 STOP = ("\n```\n",)
 """A closing fence on a line of its own. An opening one carries a language name, or starts the reply."""
 
@@ -100,7 +103,7 @@ def _tasks(operations: Sequence[Operation], constants: Sequence[int]) -> Iterabl
             for k in constants:
                 inputs = inputs_for(k)
                 yield Task(
-                    prompt=f"Write a Python function f(x) that {wording.format(k=k)}.",
+                    prompt=PROMPT.format(what=wording.format(k=k)),
                     data={"inputs": list(inputs)},
                     secret={"outputs": [operation.function(x, k) for x in inputs]},
                     id=f"{operation.name}-{number}-{k}",
