@@ -95,6 +95,7 @@ class NativeEngine:
         self._update = asyncio.Lock()
         self._closed = False
         self._live = 0
+        self._arrived = 0
         self._inbox: list[tuple[Row, Future[Completion]]] = []
         self._flush_planned = False
 
@@ -124,9 +125,10 @@ class NativeEngine:
         row = self._row(request)
         future: Future[Completion] = Future()
         self._inbox.append((row, future))
+        self._arrived += 1
         if not self._flush_planned:
             self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush_when_quiet, len(self._inbox), _MAX_QUIET_WAITS)
+            asyncio.get_running_loop().call_soon(self._flush_when_quiet, self._arrived, _MAX_QUIET_WAITS)
         self._live += 1
         try:
             return await asyncio.wrap_future(future)
@@ -240,9 +242,9 @@ class NativeEngine:
 
     def _flush_when_quiet(self, seen: int, waits_left: int) -> None:
         """Hand the inbox over once an iteration of the event loop has added nothing to it."""
-        if len(self._inbox) > seen and waits_left > 0:
+        if self._arrived > seen and waits_left > 0:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self._flush_when_quiet, len(self._inbox), waits_left - 1)
+            loop.call_soon(self._flush_when_quiet, self._arrived, waits_left - 1)
             return
         self._flush_planned = False
         self._flush()
