@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -84,8 +85,9 @@ class Chat:
         if self._template is None:
             return tuple(self.tokenizer.encode("".join(m.content for m in new)))
         self._refuse_assistant_last(new)
+        suffix = self._suffix(before, new)
         self._refuse_reasoning_filter(before, new)
-        ids = self.tokenizer.encode(self._suffix(before, new))
+        ids = self.tokenizer.encode(suffix)
         return tuple(ids[self._end_of_turn_length(ids, ended_by) :])
 
     def _suffix(self, before: Sequence[Message], new: Sequence[Message]) -> str:
@@ -169,6 +171,7 @@ class Chat:
                     where=f"messages of the roles {roles}",
                     next_command="change the task's messages, or set chat_template to another file",
                 ) from error.__cause__
+            error.where = _template_line(error.__cause__) or error.where
             raise
 
 
@@ -239,6 +242,13 @@ def _compile(source: str, name: str, now: datetime) -> jinja2.Template:
             f"{name} is not a valid Jinja template: {error.message}",
             where=f"line {error.lineno}: {line[:120]}",
         ) from error
+
+
+def _template_line(error: BaseException | None) -> str:
+    """Which line of the template was being rendered: jinja2 puts it into the traceback."""
+    frames = traceback.extract_tb(error.__traceback__ if error is not None else None)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return f"line {lines[-1]} of the template" if lines else ""
 
 
 _CLOSING = re.compile(r"</([A-Za-z][\w-]*)>|\[/([A-Z][A-Z_]*)\]")

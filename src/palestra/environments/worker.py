@@ -12,15 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import io
 import os
 import pickle
 import signal
 import socket
 import sys
+from collections import ChainMap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -207,7 +210,7 @@ class _Worker:
             )
             if isinstance(answer, Failed):
                 raise self._error(
-                    f"{name} cannot be loaded in a worker process: {answer.summary}", place, answer.trace
+                    f"{name} cannot be loaded in a worker: {answer.summary}", place, answer.trace
                 )
             self._loaded.add(shipment.key)
         answer = await self._ask(Call(shipment.key, arguments), deadline_s, name, place)
@@ -306,17 +309,38 @@ class _Worker:
             await self._streams[1].wait_closed()
 
 
+def _reduced_code(code: CodeType) -> tuple[Any, ...]:
+    reduced: Any = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    make, arguments = reduced
+    return worker_process.code_in_file, (code.co_filename, make, arguments)
+
+
+_KNOWN: Any = cloudpickle.Pickler.dispatch_table
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Cloudpickle forgets which file a function came from; a remote traceback has to name it."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced_code}, _KNOWN)
+
+
+def _dumps(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
 def _pickled_function(function: Callable[..., object]) -> bytes:
     for name, module in tuple(sys.modules.items()):
         if name.startswith(USER_MODULES):
             cloudpickle.register_pickle_by_value(module)
     with _naming(function, partial(_offender_in, function)):
-        return cloudpickle.dumps(function)
+        return _dumps(function)
 
 
 def _pickled_arguments(function: object, arguments: tuple[object, ...]) -> bytes:
     with _naming(function, partial(_offender_among, arguments)):
-        return cloudpickle.dumps(arguments)
+        return _dumps(arguments)
 
 
 class _naming:  # noqa: N801 - reads as a statement, like errors.boundary
@@ -344,7 +368,7 @@ class _naming:  # noqa: N801 - reads as a statement, like errors.boundary
 
 def _picklable(value: object) -> bool:
     try:
-        cloudpickle.dumps(value)
+        _dumps(value)
     except Exception:  # noqa: BLE001 - any exception of any __reduce__ means just that: no
         return False
     return True

@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Literal
 
 import cloudpickle
@@ -85,8 +85,10 @@ class _Outcome:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[True]:
         if error is not None:
-            # The first frame is this harness; what the user wrote begins behind it.
-            inner = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+            inner = trace  # what the user wrote begins behind this file's own frames
+            while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+                inner = inner.tb_next
+            inner = inner or trace
             frames = traceback.extract_tb(inner)
             where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
             whole = traceback.TracebackException(type(error), error, inner)  # survives a broken __str__
@@ -129,6 +131,11 @@ def _answer(message: Load | Call, functions: dict[int, Callable[..., object]]) -
         value.close()
         raise TypeError("it returned a coroutine: declare it with async def, or await inside")
     return Done(cloudpickle.dumps(value))
+
+
+def code_in_file(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
+    """The code object that ``make`` makes, with the file it came from: how tracebacks find the source."""
+    return make(*arguments).replace(co_filename=file)
 
 
 def _die_with_parent(parent: int) -> None:
