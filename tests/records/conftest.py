@@ -33,9 +33,16 @@ def writer(folder: RunFolder) -> Iterator[RunWriter]:
 def trajectory() -> Make:
     def make(name: str = "t", *, reward: float | None = 1.0, tokens: int = 3) -> Trajectory:
         said = Completion(
-            tuple(range(10, 10 + tokens)), tuple(-0.25 * i for i in range(tokens)), (4,) * tokens, StopReason.EOS
+            tuple(range(10, 10 + tokens)),
+            tuple(-0.25 * i for i in range(tokens)),
+            (4,) * tokens,
+            StopReason.EOS,
         )
-        outcome = Abstain("boot failed", Boundary.SANDBOX, "trace") if reward is None else Reward(reward, {"unit": 0.5})
+        outcome = (
+            Abstain("boot failed", Boundary.SANDBOX, "trace")
+            if reward is None
+            else Reward(reward, {"unit": 0.5})
+        )
         return Trajectory(name, "a" * 64, (Turn.given([1, 2]), Turn.sampled(said)), outcome)
 
     return make
@@ -67,9 +74,12 @@ class SmallDisk:
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = os.geteuid() == 0 and not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "palestra-test", str(place)], capture_output=True
-    ).returncode
+    mounted = (
+        os.geteuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "palestra-test", str(place)], capture_output=True
+        ).returncode
+    )
     if not mounted:
         pytest.skip("mounting a small file system needs root; the size-limit test covers the same path")
     yield SmallDisk(place)

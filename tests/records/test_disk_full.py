@@ -15,7 +15,9 @@ from palestra.records.reader import RunReader
 from palestra.records.writer import RunWriter
 
 
-def test_a_full_disk_never_raises_into_the_run_and_loses_nothing_durable(small_disk: Any, trajectory: Any) -> None:
+def test_a_full_disk_never_raises_into_the_run_and_loses_nothing_durable(
+    small_disk: Any, trajectory: Any
+) -> None:
     run = RunFolder.open(small_disk.path / "r", create=True)
     run.begin_attempt({}, {}, {})
     writer = RunWriter(run)
@@ -38,9 +40,15 @@ def test_a_full_disk_never_raises_into_the_run_and_loses_nothing_durable(small_d
     for step in range(2, 200):
         writer.metrics({"padding" * 50: 1.0}, step=step, version=0)
         writer.rollout(
-            trajectory(tokens=200), group_id="g", step=step, task_id="t", reply_text="x" * 500, prompt_text="",
-            split="train", advantage=0.5,
-        )  # fmt: skip
+            trajectory(tokens=200),
+            group_id="g",
+            step=step,
+            task_id="t",
+            reply_text="x" * 500,
+            prompt_text="",
+            split="train",
+            advantage=0.5,
+        )
     assert writer.flush()
     assert writer.dropped > 0
     assert "No space left" in (writer.degraded or "")
@@ -52,9 +60,15 @@ def test_a_full_disk_never_raises_into_the_run_and_loses_nothing_durable(small_d
     writer.ledger({"kind": "draws", "step": "after"})
     writer.metrics({"a": 2.0}, step=500, version=0)
     writer.rollout(
-        trajectory("late"), group_id="g", step=500, task_id="t", reply_text="", prompt_text="", split="train",
+        trajectory("late"),
+        group_id="g",
+        step=500,
+        task_id="t",
+        reply_text="",
+        prompt_text="",
+        split="train",
         advantage=0.5,
-    )  # fmt: skip
+    )
     lost = writer.dropped
     writer.close()
     run.set_status("finished")
@@ -98,7 +112,11 @@ print(writer.dropped)
 
 def test_a_file_size_limit_is_handled_like_a_full_disk(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "r")], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", LIMITED, str(tmp_path / "r")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     count, what, dropped = done.stdout.splitlines()
     assert what == "writing the ledger failed: File too large"

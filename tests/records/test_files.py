@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from palestra.records.files import AppendFile, last_lines, read_lines, replace
@@ -19,12 +19,17 @@ from palestra.records.schema import as_float, decode, encode, jsonable, number, 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=20)
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
-    | st.tuples(inner, inner) | st.sets(st.integers() | st.text(), max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.sets(st.integers() | st.text(), max_size=3)
+    ),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
+@settings(deadline=None)
 @given(values)
 def test_anything_becomes_one_strict_json_line(value: Any) -> None:
     line = encode({"value": jsonable(value)})
@@ -38,17 +43,22 @@ def test_anything_becomes_one_strict_json_line(value: Any) -> None:
     json.loads(text, parse_constant=refuse)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=[])))
+@example("\udc80 lone \ud83d surrogates")
+@example("\x00 \u2028 \u202e \\udc80")
 def test_any_text_comes_back_unchanged(text: str) -> None:
     assert decode(encode({"text": text})) == {"text": text}
 
 
+@settings(deadline=None)
 @given(st.floats())
 def test_every_float_comes_back(value: float) -> None:
     back = special(json.loads(json.dumps(number(value))))
     assert back == value or (math.isnan(back) and math.isnan(value))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_decoding_garbage_never_raises(line: bytes) -> None:
     decoded = decode(line)

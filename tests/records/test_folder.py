@@ -177,9 +177,9 @@ def test_two_handles_in_one_process_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
-    code = (
-        HOLD.replace('print("held", flush=True)', "import os\nchild = os.fork()\n")
-        .replace("time.sleep(60)", 'if child:\n    print(child, flush=True)\n    os.kill(os.getpid(), 9)\ntime.sleep(60)')
+    code = HOLD.replace('print("held", flush=True)', "import os\nchild = os.fork()\n").replace(
+        "time.sleep(60)",
+        "if child:\n    print(child, flush=True)\n    os.kill(os.getpid(), 9)\ntime.sleep(60)",
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

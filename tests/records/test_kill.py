@@ -29,10 +29,12 @@ for n in itertools.count():
     with writer.span("train", step=n):
         writer.metrics({"reward/mean": float(n)}, step=n, version=n)
     if n % 5 == 0:
-        said = Completion(tuple(range(n % 50 + 1)), (-0.5,) * (n % 50 + 1), (n,) * (n % 50 + 1), StopReason.EOS)
+        size = n % 50 + 1
+        said = Completion(tuple(range(size)), (-0.5,) * size, (n,) * size, StopReason.EOS)
         writer.rollout(
-            Trajectory(f"t{n}", "h", (Turn.given([n]), Turn.sampled(said)), Reward(1.0)), group_id="g", step=n,
-            task_id="t", reply_text="x" * (n % 997), prompt_text="p", split="train", advantage=0.5)
+            Trajectory(f"t{n}", "h", (Turn.given([n]), Turn.sampled(said)), Reward(1.0)),
+            group_id="g", step=n, task_id="t", reply_text="x" * (n % 997), prompt_text="p",
+            split="train", advantage=0.5)
     if n % 20 == 0:
         writer.ledger({"kind": "draws", "step": n // 20})
         print("ledger", n // 20, flush=True)
@@ -121,6 +123,11 @@ def test_a_killed_run_is_continued_in_new_files(tmp_path: Path) -> None:
         child.wait()
     assert sorted(p.name for p in (path / "ledger").iterdir()) == ["attempt-1.jsonl", "attempt-2.jsonl"]
     assert {p.name for p in (path / "events" / "controller").iterdir()} == {
-        f"{stream}-{n}.jsonl" for stream in ("metrics", "spans", "events") for n in (1, 2)}  # fmt: skip
+        f"{stream}-{n}.jsonl" for stream in ("metrics", "spans", "events") for n in (1, 2)
+    }
     assert sorted(p.name for p in (path / "tokens").iterdir()) == [
-        "attempt-1.bin", "attempt-1.idx", "attempt-2.bin", "attempt-2.idx"]  # fmt: skip
+        "attempt-1.bin",
+        "attempt-1.idx",
+        "attempt-2.bin",
+        "attempt-2.idx",
+    ]

@@ -41,9 +41,15 @@ def written(folder: RunFolder, writer: RunWriter, trajectory: Any) -> Path:
             writer.metrics({"reward/mean": step / 4, "other": 1.0}, step=step, version=step)
         writer.event("state", step=step, state="training", reason="")
         writer.rollout(
-            trajectory(f"t{step}"), group_id="g", step=step, task_id="t", reply_text=f"r{step}", prompt_text="p",
-            split="eval" if step == 3 else "train", advantage=0.25,
-        )  # fmt: skip
+            trajectory(f"t{step}"),
+            group_id="g",
+            step=step,
+            task_id="t",
+            reply_text=f"r{step}",
+            prompt_text="p",
+            split="eval" if step == 3 else "train",
+            advantage=0.25,
+        )
         writer.ledger({"kind": "draws", "step": step})
     writer.evaluation({"when": "before"})
     writer.flush()
@@ -65,8 +71,11 @@ def test_a_copied_run_opens_to_the_same_views(written: Path, tmp_path: Path) -> 
 
 def test_reading_changes_nothing_on_the_disk(written: Path) -> None:
     def snapshot() -> list[tuple[str, int, int]]:
-        return sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in written.rglob("*")
-                      if p.name != "heartbeat")  # fmt: skip
+        return sorted(
+            (str(p), p.stat().st_mtime_ns, p.stat().st_size)
+            for p in written.rglob("*")
+            if p.name != "heartbeat"
+        )
 
     before = snapshot()
     everything(RunReader(written))
@@ -85,7 +94,17 @@ def test_a_torn_last_line_is_no_record_wherever_it_was_cut(written: Path) -> Non
     assert not reader.skipped
 
 
-GARBAGE = [b"\xff\xfe\x00\x01", b"not json", b"[1, 2]", b'"text"', b"null", b"{", b'{"a": }', b"[" * 200_000, b"\x00" * 64]
+GARBAGE = [
+    b"\xff\xfe\x00\x01",
+    b"not json",
+    b"[1, 2]",
+    b'"text"',
+    b"null",
+    b"{",
+    b'{"a": }',
+    b"[" * 200_000,
+    b"\x00" * 64,
+]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -103,8 +122,12 @@ def test_a_line_that_does_not_parse_is_skipped_and_counted(written: Path, garbag
 
 
 def test_unknown_keys_are_kept_and_odd_records_do_not_stop_a_reader(written: Path) -> None:
-    odd = [{"future": 1}, {"type": "metrics", "values": 3, "step": 9}, {"values": {"reward/mean": 9.0}, "step": "x"},
-           {"type": "metrics", "values": {"reward/mean": 0.875, "new": [1]}, "step": 4, "colour": "red"}]  # fmt: skip
+    odd = [
+        {"future": 1},
+        {"type": "metrics", "values": 3, "step": 9},
+        {"values": {"reward/mean": 9.0}, "step": "x"},
+        {"type": "metrics", "values": {"reward/mean": 0.875, "new": [1]}, "step": 4, "colour": "red"},
+    ]
     for path in lines_of(written):
         with path.open("a") as handle:
             handle.writelines(json.dumps(record) + "\n" for record in odd)
@@ -115,15 +138,31 @@ def test_unknown_keys_are_kept_and_odd_records_do_not_stop_a_reader(written: Pat
 
 
 def everything_but_tokens(reader: RunReader) -> dict[str, Any]:
-    return {"metrics": reader.metrics(), "events": reader.events(), "spans": reader.spans(),
-            "rollouts": reader.rollouts(), "ledger": reader.ledger(), "evals": reader.evals()}  # fmt: skip
+    return {
+        "metrics": reader.metrics(),
+        "events": reader.events(),
+        "spans": reader.spans(),
+        "rollouts": reader.rollouts(),
+        "ledger": reader.ledger(),
+        "evals": reader.evals(),
+    }
 
 
 def test_foreign_files_are_ignored(written: Path) -> None:
     before = everything(RunReader(written))
-    for name in ("notes.md", "events/readme", "events/controller/metrics-1.jsonl.bak", "events/controller/.nfs01",
-                 "events/controller/metrics-x.jsonl", "rollouts/attempt-1.jsonl~", "ledger/old.jsonl",
-                 "config/attempt_x", "checkpoints/.writing-7/a", "checkpoints/latest", "tokens/x.bin"):  # fmt: skip
+    for name in (
+        "notes.md",
+        "events/readme",
+        "events/controller/metrics-1.jsonl.bak",
+        "events/controller/.nfs01",
+        "events/controller/metrics-x.jsonl",
+        "rollouts/attempt-1.jsonl~",
+        "ledger/old.jsonl",
+        "config/attempt_x",
+        "checkpoints/.writing-7/a",
+        "checkpoints/latest",
+        "tokens/x.bin",
+    ):
         (written / name).parent.mkdir(exist_ok=True)
         (written / name).write_bytes(b"\x00garbage\n{}\n")
     assert everything(RunReader(written)) == before
@@ -131,7 +170,11 @@ def test_foreign_files_are_ignored(written: Path) -> None:
 
 def test_metrics_can_be_asked_by_name(written: Path) -> None:
     found = RunReader(written).metrics(["reward/mean"])
-    assert [r["values"] for r in found] == [{"reward/mean": 0.25}, {"reward/mean": 0.5}, {"reward/mean": 0.75}]
+    assert [r["values"] for r in found] == [
+        {"reward/mean": 0.25},
+        {"reward/mean": 0.5},
+        {"reward/mean": 0.75},
+    ]
     assert RunReader(written).metrics(["never"]) == []
 
 
@@ -228,9 +271,16 @@ def test_damaged_tokens_are_an_error_and_never_other_tokens(written: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "where", [None, {}, {"segment": "../../etc/passwd", "index": 0}, {"segment": "attempt-1/../x", "index": 0},
-              {"segment": "attempt-1", "index": -1}, {"segment": "attempt-1", "index": "0"}]
-)  # fmt: skip
+    "where",
+    [
+        None,
+        {},
+        {"segment": "../../etc/passwd", "index": 0},
+        {"segment": "attempt-1/../x", "index": 0},
+        {"segment": "attempt-1", "index": -1},
+        {"segment": "attempt-1", "index": "0"},
+    ],
+)
 def test_a_record_cannot_point_outside_the_run(written: Path, where: Any) -> None:
     with pytest.raises(RecordError, match="names no token columns"):
         RunReader(written).tokens({"id": "x", "tokens": where})
@@ -242,7 +292,14 @@ def test_a_read_only_disk_is_enough(small_disk: Any, trajectory: Any) -> None:
     writer = RunWriter(run)
     writer.metrics({"reward/mean": 0.5}, step=1, version=0)
     writer.rollout(
-        trajectory(), group_id="g", step=1, task_id="t", reply_text="r", prompt_text="p", split="train", advantage=1.0
+        trajectory(),
+        group_id="g",
+        step=1,
+        task_id="t",
+        reply_text="r",
+        prompt_text="p",
+        split="train",
+        advantage=1.0,
     )
     writer.close()
     run.set_status("finished", "1 steps")

@@ -8,27 +8,38 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.errors import RecordError
-from palestra.records.tokens import BYTES_PER_TOKEN, MAGIC, TokenColumns, TokenWriter, pack, read_block, unpack
+from palestra.records.tokens import (
+    BYTES_PER_TOKEN,
+    MAGIC,
+    TokenColumns,
+    TokenWriter,
+    pack,
+    read_block,
+    unpack,
+)
 
 floats = st.floats(width=32, allow_nan=False)
 rows = st.lists(
-    st.tuples(
-        st.integers(0, 2**32 - 1), floats, st.integers(-1, 2**31 - 1), st.booleans(), floats
-    )
-)  # fmt: skip
+    st.tuples(st.integers(0, 2**32 - 1), floats, st.integers(-1, 2**31 - 1), st.booleans(), floats)
+)
 
 
 def columns(values: list[tuple[int, float, int, bool, float]]) -> TokenColumns:
     ids, logprobs, versions, sampled, advantages = zip(*values, strict=True) if values else ((),) * 5
     return TokenColumns(
-        array("I", ids), array("f", logprobs), array("i", versions), array("B", sampled), array("f", advantages)
+        array("I", ids),
+        array("f", logprobs),
+        array("i", versions),
+        array("B", sampled),
+        array("f", advantages),
     )
 
 
+@settings(deadline=None)
 @given(rows)
 def test_unpacking_gives_back_what_was_packed(values: list[tuple[int, float, int, bool, float]]) -> None:
     original = columns(values)
@@ -51,7 +62,10 @@ def test_blocks_are_found_by_index_and_a_reopened_segment_goes_on(tmp_path: Path
     for first in (0, 3):
         writer = TokenWriter(tmp_path, "attempt-1")
         assert [writer.append(columns([(n, 0.0, 0, True, 0.0)] * n)) for n in range(first, first + 3)] == [
-            first, first + 1, first + 2]  # fmt: skip
+            first,
+            first + 1,
+            first + 2,
+        ]
         writer.close()
     assert [len(read_block(tmp_path, "attempt-1", n)) for n in range(6)] == [0, 1, 2, 3, 4, 5]
 

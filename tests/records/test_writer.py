@@ -37,7 +37,11 @@ def test_metrics_carry_every_clock(folder: RunFolder, writer: RunWriter) -> None
     writer.metrics({"a": 3.0}, step=None, version=None)
     writer.flush()
     found = RunReader(folder.path).metrics()
-    assert [(r["step"], r["version"], r["values"]["a"]) for r in found] == [(5, 4, 1.0), (3, 6, 2.0), (None, None, 3.0)]
+    assert [(r["step"], r["version"], r["values"]["a"]) for r in found] == [
+        (5, 4, 1.0),
+        (3, 6, 2.0),
+        (None, None, 3.0),
+    ]
     assert found[0]["m"] <= found[1]["m"] <= found[2]["m"]
     assert all(r["t"] > 1.7e9 for r in found)
 
@@ -75,7 +79,12 @@ def test_a_span_is_visible_while_it_is_open(folder: RunFolder, writer: RunWriter
     with writer.span("eval", step=3, version=2, tasks=20):
         writer.flush()
         (span,) = RunReader(folder.path).spans()
-        assert (span["name"], span["open"], span["seconds"], span["attrs"]) == ("eval", True, None, {"tasks": 20})
+        assert (span["name"], span["open"], span["seconds"], span["attrs"]) == (
+            "eval",
+            True,
+            None,
+            {"tasks": 20},
+        )
     writer.flush()
     (span,) = RunReader(folder.path).spans()
     assert not span["open"]
@@ -125,7 +134,13 @@ def test_foreign_values_are_recorded_as_they_were_when_said(folder: RunFolder, w
     writer.flush()
     fields = RunReader(folder.path).events("odd")[0]["fields"]
     assert fields | {"fn": 0} == {
-        "items": [1], "path": "/x", "raw": "\\xff", "colour": "red", "some": [1, 2], "fn": 0}  # fmt: skip
+        "items": [1],
+        "path": "/x",
+        "raw": "\\xff",
+        "colour": "red",
+        "some": [1, 2],
+        "fn": 0,
+    }
 
 
 def test_a_structure_that_contains_itself_is_cut_off(folder: RunFolder, writer: RunWriter) -> None:
@@ -136,21 +151,40 @@ def test_a_structure_that_contains_itself_is_cut_off(folder: RunFolder, writer: 
     assert len(RunReader(folder.path).events("odd")) == 1
 
 
-def test_a_rollout_keeps_texts_outcome_and_tokens(folder: RunFolder, writer: RunWriter, trajectory: Any) -> None:
+def test_a_rollout_keeps_texts_outcome_and_tokens(
+    folder: RunFolder, writer: RunWriter, trajectory: Any
+) -> None:
     text = 'größer "quoted"\n\u2028 line \x00 \udc80'
     writer.rollout(
-        trajectory("good"), group_id="g1", step=2, task_id="task", reply_text=text, prompt_text="p",
-        split="train", advantage=0.5,
-    )  # fmt: skip
+        trajectory("good"),
+        group_id="g1",
+        step=2,
+        task_id="task",
+        reply_text=text,
+        prompt_text="p",
+        split="train",
+        advantage=0.5,
+    )
     writer.rollout(
-        trajectory("none", reward=None), group_id="g1", step=2, task_id="task", reply_text="", prompt_text="p",
-        split="eval", advantage=None,
-    )  # fmt: skip
+        trajectory("none", reward=None),
+        group_id="g1",
+        step=2,
+        task_id="task",
+        reply_text="",
+        prompt_text="p",
+        split="eval",
+        advantage=None,
+    )
     writer.flush()
     reader = RunReader(folder.path)
     good, none = reader.rollouts()
     assert good["reply"] == text
-    assert (good["reward"], good["abstain"], good["advantage"], good["stop_reason"]) == (1.0, None, 0.5, "eos")
+    assert (good["reward"], good["abstain"], good["advantage"], good["stop_reason"]) == (
+        1.0,
+        None,
+        0.5,
+        "eos",
+    )
     assert good["turns"][1] == {"role": "assistant", "tokens": 3, "sampled": 3, "stop_reason": "eos"}
     assert (none["reward"], none["advantage"]) == (None, None)
     assert none["abstain"] == {"boundary": "sandbox", "reason": "boot failed", "detail": "trace"}
@@ -163,13 +197,21 @@ def test_a_rollout_keeps_texts_outcome_and_tokens(folder: RunFolder, writer: Run
     assert math.isnan(reader.tokens(none).advantages[-1])
 
 
-def test_an_abstention_is_never_a_reward_of_zero(folder: RunFolder, writer: RunWriter, trajectory: Any) -> None:
+def test_an_abstention_is_never_a_reward_of_zero(
+    folder: RunFolder, writer: RunWriter, trajectory: Any
+) -> None:
     """NeMo-Gym PR#2552, CASES 14: in the records too, a failure is no number."""
     for reward in (0.0, None):
         writer.rollout(
-            trajectory(f"r{reward}", reward=reward), group_id="g", step=1, task_id="t", reply_text="",
-            prompt_text="", split="train", advantage=None,
-        )  # fmt: skip
+            trajectory(f"r{reward}", reward=reward),
+            group_id="g",
+            step=1,
+            task_id="t",
+            reply_text="",
+            prompt_text="",
+            split="train",
+            advantage=None,
+        )
     writer.flush()
     zero, abstained = RunReader(folder.path).rollouts()
     assert (zero["reward"], zero["abstain"]) == (0.0, None)
@@ -229,7 +271,14 @@ def test_subscribers_get_every_record_once_in_the_writers_thread(
     with writer.span("train"):
         writer.event("notice", text="x")
     writer.rollout(
-        trajectory(), group_id="g", step=1, task_id="t", reply_text="r", prompt_text="p", split="train", advantage=0.0
+        trajectory(),
+        group_id="g",
+        step=1,
+        task_id="t",
+        reply_text="r",
+        prompt_text="p",
+        split="train",
+        advantage=0.0,
     )
     writer.ledger({"kind": "draws", "step": 1})
     writer.evaluation({"when": "before"})
@@ -260,7 +309,9 @@ def test_a_subscriber_that_fails_is_dropped_and_the_rest_goes_on(
     assert len(RunReader(folder.path).metrics()) == 3
 
 
-def test_a_subscriber_may_write_records_and_flush_does_not_deadlock(folder: RunFolder, writer: RunWriter) -> None:
+def test_a_subscriber_may_write_records_and_flush_does_not_deadlock(
+    folder: RunFolder, writer: RunWriter
+) -> None:
     def echo(record: dict[str, Any]) -> None:
         if record["type"] == "metrics":
             writer.event("echo")

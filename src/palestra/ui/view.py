@@ -57,14 +57,24 @@ class View:
             grid.add_row("held-out" if self._label == 8 else "eval", self._held_out())
         grid.add_row("state", self._flow(self._state(now_m)))
         if p.notice:
-            grid.add_row("notice", Text(safe_text(p.notice), style="yellow"))
+            grid.add_row("notice", Text(self._safe(p.notice), style="yellow"))
         return Panel(
             grid,
-            title=Text(f"palestra {'-' if self._ascii else '·'} {title}", no_wrap=True, overflow="ellipsis"),
+            title=self._title(title),
             title_align="left",
             box=ASCII if self._ascii else ROUNDED,
             width=self._width,
         )
+
+    def _safe(self, text: str, limit: int = 200) -> str:
+        shown = safe_text(text, limit)
+        return shown.encode("ascii", "replace").decode("ascii") if self._ascii else shown
+
+    def _title(self, title: str) -> Text:
+        """The title, cut here: rich would end it with an ellipsis that not every terminal has."""
+        text = Text(f"palestra {'-' if self._ascii else '·'} {self._safe(title, 120)}", no_wrap=True)
+        text.truncate(max(1, self._width - 6), overflow="crop" if self._ascii else "ellipsis")
+        return text
 
     def _flow(self, items: Sequence[Text]) -> Text:
         """Items side by side, two spaces apart, each below where it would not fit."""
@@ -133,7 +143,7 @@ class View:
             parts.append(Text(f"{zero:.0f}/{total:.0f} zero-variance", style))
         if p.abstained:
             parts.append(Text(f"{p.abstained} abstained", "red"))
-            parts.append(Text(f"last: {safe_text(p.abstain_reason, 120)}"))
+            parts.append(Text(f"last: {self._safe(p.abstain_reason, 120)}"))
         return parts
 
     def _held_out(self) -> Text:
@@ -153,9 +163,9 @@ class View:
         p = self._p
         if not p.state:
             return [Text("waiting for records")]
-        reason = safe_text(p.state_reason)
+        reason = self._safe(p.state_reason)
         style = "yellow" if p.state == "starved" else "bold"
-        text = Text.assemble((safe_text(p.state, 30), style), f": {reason}" if reason else "")
+        text = Text.assemble((self._safe(p.state, 30), style), f": {reason}" if reason else "")
         return [text, Text(f"after {duration(p.elapsed_s(now_m))}", style="bright_black")]
 
 
