@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -266,10 +267,10 @@ async def test_a_start_that_never_comes_is_an_error(
     host: BubblewrapHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 20: every await has a deadline."""
-    monkeypatch.setattr(bubblewrap, "START_S", 0.2)
-    monkeypatch.setattr(bubblewrap, "KILL_S", 0.2)
     async with host.open(SandboxSpec()) as box:
         await box.exec(["/bin/true"])
+        monkeypatch.setattr(bubblewrap, "START_S", 0.2)
+        monkeypatch.setattr(bubblewrap, "KILL_S", 0.2)
         assert host._launcher is not None
         os.kill(host._launcher.pid, signal.SIGSTOP)
         try:
@@ -302,3 +303,58 @@ def test_importing_the_room_brings_in_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+async def test_a_palestra_without_free_descriptors_is_an_error_of_the_sandbox(host: BubblewrapHost) -> None:
+    """Case 14, and NeMo-Gym#1513: a resource refused by the machine looked like a failed answer."""
+    async with host.open(SandboxSpec()) as box:
+        await box.exec(["/bin/true"])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(list(Path("/proc/self/fd").iterdir()))
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        fillers = [os.dup(0) for _ in range(highest + 1 - used)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
+        try:
+            with pytest.raises(SandboxError, match="Too many open files"):
+                await box.python("print(1)")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in fillers:
+                os.close(fd)
+        assert (await box.exec(["/bin/true"])).ok
+
+
+@pytest.mark.parametrize("free", [1, 4, 6])
+async def test_a_launcher_without_free_descriptors_reports_it_and_lives(
+    host: BubblewrapHost, free: int
+) -> None:
+    async with host.open(SandboxSpec()) as box:
+        await box.exec(["/bin/true"])
+        assert host._launcher is not None
+        pid = host._launcher.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + free, before[1]))
+        with pytest.raises(SandboxError, match="could not"):
+            await box.python("print(1)")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert (await box.exec(["/bin/true"])).ok
+        assert host._launcher.pid == pid
+
+
+async def test_concurrent_openings_probe_once(monkeypatch: pytest.MonkeyPatch, isolation: None) -> None:
+    probes: list[object] = []
+
+    async def counting(parts: object) -> None:
+        probes.append(parts)
+
+    monkeypatch.setattr(bubblewrap, "_probe", counting)
+    host = BubblewrapHost()
+
+    async def opened() -> None:
+        async with host.open(SandboxSpec()):
+            pass
+
+    await asyncio.gather(*[opened() for _ in range(8)])
+    assert len(probes) == 1
+    await host.close()

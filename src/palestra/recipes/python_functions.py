@@ -128,12 +128,16 @@ async def reward(task: Task, reply: str, ep: HasSandbox) -> Reward:
 
 
 _BLOCK = re.compile(r"```[a-zA-Z0-9]*[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_DEFINITION = re.compile(r"^def f\b", re.MULTILINE)
 
 
 def code_of(reply: str) -> str:
     """The first fenced block, which the reply's end may leave open; without a fence, the whole reply."""
+    head = reply.partition("```")[0]
+    if _DEFINITION.search(head):  # no opening fence: the first one there is closes
+        return head.rstrip()
     block = _BLOCK.search(reply)
-    return block[1] if block else reply.split("\n```")[0]
+    return block[1] if block else reply
 
 
 def same(left: object, right: object) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ class BubblewrapHost:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self.concurrency = concurrency
         self._probed: IsolationUnavailable | bool = False
+        self._probing = threading.Lock()
         self._parts: tuple[Bwrap, SandboxPython, list[str]] | None = None
         self._launcher: Launcher | None = None
         self._slots: asyncio.Queue[int] | None = None
@@ -54,12 +56,13 @@ class BubblewrapHost:
 
     def probe(self) -> None:
         """Run one real sandbox (once; the verdict is kept) and raise IsolationUnavailable unless all held."""
-        if self._probed is False:
-            try:
-                _in_thread(lambda: _probe(self.parts()))
-                self._probed = True
-            except IsolationUnavailable as error:
-                self._probed = error
+        with self._probing:
+            if self._probed is False:
+                try:
+                    _in_thread(lambda: _probe(self.parts()))
+                    self._probed = True
+                except IsolationUnavailable as error:
+                    self._probed = error
         if isinstance(self._probed, IsolationUnavailable):
             raise self._probed
 
@@ -182,7 +185,10 @@ class BubblewrapSandbox:
         async with self._host.slot() as (launcher, slot):
             request = self._request(argv, env, source, slot)
             with contextlib.ExitStack() as stack:
-                fds, outputs = _open_descriptors(stack, stdin, source)
+                try:
+                    fds, outputs = _open_descriptors(stack, stdin, source)
+                except OSError as error:
+                    raise SandboxError(f"no pipe or memory for a sandbox's streams: {error}") from error
                 run = launcher.run(request, fds)
                 for fd in fds:
                     os.close(fd)

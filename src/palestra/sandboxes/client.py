@@ -120,10 +120,10 @@ class Launcher:
         if self._closed:
             raise SandboxError("the sandbox launcher is gone", detail=self._errors())
         key = next(self._keys)
-        body = sealed_memory(json.dumps({**request, "id": key}).encode(), "request")
+        body = sealed_memory(json.dumps(request).encode(), "request")
         run = Run(key, self.loop.create_future(), self.loop.create_future())
         try:
-            socket.send_fds(self._control, [b"R"], [body, *fds])
+            socket.send_fds(self._control, [b"R%d" % key], [body, *fds])
         except OSError as error:
             raise SandboxError(
                 f"the sandbox launcher took no request: {error}", detail=self._errors()
@@ -157,7 +157,7 @@ class Launcher:
             self._errors_fd = -1
 
     def discard(self) -> None:
-        """What `close` does, for a launcher that died or whose event loop is gone; blocks for milliseconds."""
+        """`close`, for a launcher that died or whose event loop is gone; blocks for milliseconds."""
         if not self._closed:
             self._lost("the event loop of this sandbox has ended")
         try:

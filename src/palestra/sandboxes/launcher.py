@@ -10,8 +10,8 @@ it started is killed. It is single-threaded, holds no data of the run, and
 never lets a child return into its loop.
 
 Run as ``python -I -S -B launcher.py PARENT CONTROL_FD FILTER_FD BWRAP LIBRARY|- PREFIX|-``.
-Protocol, on a SOCK_SEQPACKET pair: in, ``R`` + fds (request, stdin, stdout, stderr,
-source?), ``K`` + id; out, JSON ``{"id", "event": "up"|"done", ...}``.
+Protocol, on a SOCK_SEQPACKET pair: in, ``R`` + id with fds (request, stdin, stdout,
+stderr, source?), ``K`` + id; out, JSON ``{"id", "event": "up"|"done", ...}``.
 """
 
 from __future__ import annotations
@@ -167,30 +167,41 @@ class Launcher:
             self._reap()
 
     def _take(self) -> bool:
-        data, fds, _flags, _address = socket.recv_fds(self.control, 64, 8)
+        data, fds, flags, _address = socket.recv_fds(self.control, 64, 8)
         if not data:
             return False
+        key = int(data[1:])
         if data[:1] == b"K":
-            run = self.runs.get(int(data[1:]))
+            run = self.runs.get(key)
             if run is not None:
                 run.kill = True
                 self._kill(run)
             return True
-        self._start(fds)
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise OSError("too few file descriptors are free")
+            self._start(key, fds)
+        except OSError as error:
+            self._done(key, 0, None, f"the launcher could not start a process: {error}")
+        finally:
+            for fd in fds:
+                os.close(fd)
         return True
 
-    def _start(self, fds: list[int]) -> None:
-        request_fd, *fds = fds
-        with open(request_fd, "rb") as file:
+    def _start(self, key: int, fds: list[int]) -> None:
+        with open(fds[0], "rb", closefd=False) as file:
             request = json.loads(file.read())
         status_r, status_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        pid = os.fork()
-        if pid == 0:
-            self._become(request, fds, status_w)
-        os.close(status_w)
-        for fd in fds:
-            os.close(fd)
-        self.runs[request["id"]] = Run(request["id"], pid, status_r)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become(request, fds[1:], status_w)
+        except OSError:
+            os.close(status_r)
+            raise
+        finally:
+            os.close(status_w)
+        self.runs[key] = Run(key, pid, status_r)
         self.poll.register(status_r, select.POLLIN)
 
     def _hear(self, status_fd: int) -> None:
@@ -249,15 +260,18 @@ class Launcher:
         with contextlib.suppress(KeyError):  # it was closed and unregistered already
             self.poll.unregister(run.status_fd)
         os.close(run.status_fd)
+        self._done(run.key, run.wait_status or 0, run, run.error)
+
+    def _done(self, key: int, wait_status: int, run: Run | None, error: str) -> None:
         self._say(
             {
-                "id": run.key,
+                "id": key,
                 "event": "done",
-                "wait_status": run.wait_status,
-                "exit_code": run.exit_code,
-                "up": run.init is not None,
-                "error": run.error,
-                "cpu_s": run.cpu_s,
+                "wait_status": wait_status,
+                "exit_code": run.exit_code if run is not None else None,
+                "up": run is not None and run.init is not None,
+                "error": error,
+                "cpu_s": run.cpu_s if run is not None else 0.0,
             }
         )
 
@@ -270,8 +284,10 @@ class Launcher:
 
     def _become(self, request: dict, fds: list[int], status_fd: int) -> NoReturn:
         """Turn this forked child into bubblewrap, or report why not and die."""
+        report_fd = status_fd
         try:
             self._place_descriptors(fds, status_fd)
+            report_fd = STATUS_FD
             scratch = f"size={request['scratch_bytes']},nr_inodes={request['scratch_inodes']},mode=1777"
             if os.geteuid() == 0:
                 # Mounts first: only root can reach an interpreter in a folder closed to others.
@@ -288,7 +304,7 @@ class Launcher:
                 preload = {"LD_PRELOAD": f"/proc/self/fd/{LIBRARY_FD}"} if self.library_fd is not None else {}
                 os.execve(f"/proc/self/fd/{self.bwrap_fd_high}", ["bwrap", *request["argv"]], preload)
         except (OSError, ValueError) as error:
-            os.write(STATUS_FD, json.dumps({"error": str(error)}).encode() + b"\n")
+            os.write(report_fd, json.dumps({"error": str(error)}).encode() + b"\n")
         finally:
             os._exit(70)
 
@@ -304,6 +320,7 @@ class Launcher:
             wanted[SOURCE_FD] = fds[3]
         self.bwrap_fd_high = high(self.bwrap_fd)
         moved = {target: high(fd) for target, fd in wanted.items()}
+        # Nothing below fails for want of a free descriptor.
         os.closerange(3, HIGH_FD)
         for target, fd in moved.items():
             os.dup2(fd, target, inheritable=True)
