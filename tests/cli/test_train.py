@@ -1,4 +1,4 @@
-"""`palestra train FILE.py`: the file runs as __main__ under the command's layers; its end is the exit code."""
+"""`palestra train FILE.py`: the file runs as __main__ under the command's layers; its end is an exit code."""
 
 from __future__ import annotations
 
