@@ -1,7 +1,7 @@
 """The live panel of a run: a view of its records and nothing else.
 
 `LivePanel.feed` subscribes to a writer; `replay` reads a run's folder. On a
-terminal it is one panel redrawn at most four times a second, only when something
+terminal it is one panel redrawn at most twice a second, only when something
 changed or a second passed; anywhere else it is one plain line per finished step,
 without any cursor movement or colour. Text that a model, a task or a program wrote
 passes `safe_text` first and never is markup. A terminal that goes away ends the
@@ -25,7 +25,7 @@ from palestra.ui.sparkline import duration
 from palestra.ui.text import safe_text
 from palestra.ui.view import View, interval
 
-REFRESH_S = 0.25
+REFRESH_S = 0.5
 _IDLE_S = 1.0
 """An unchanged panel is redrawn this often, for its clocks."""
 
