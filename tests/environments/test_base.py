@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from palestra.environments.base import Environment, validate_tasks
 from palestra.errors import TaskError
 from palestra.sandboxes.base import SandboxSpec

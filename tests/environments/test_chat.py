@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from helpers import templates
+
 from helpers.templates import APPENDING, CHATML, LLAMA3, NO_SYSTEM, STRIPS_REASONING, TRIMS, make_tokenizer
 from palestra.environments.chat import Chat
 from palestra.errors import ChatError
@@ -157,7 +157,8 @@ def test_a_follow_up_of_several_messages_and_a_tools_answer_are_appended(tmp_pat
     new = (Message("tool", "exit 0"), Message("user", "Well?"))
     text = chat.tokenizer.decode(chat.follow(LONG[:2], new, ended_by=None))
     assert text == (
-        "<|im_end|>\n<|im_start|>tool\nexit 0<|im_end|>\n<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_end|>\n<|im_start|>tool\nexit 0<|im_end|>\n"
+        "<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -251,8 +252,3 @@ def test_a_chat_that_ends_with_the_assistant_or_is_empty_is_refused(tmp_path: Pa
         chat.follow((USER,), (USER,), ended_by=None)
     with pytest.raises(ChatError, match="nothing new"):
         chat.follow(LONG[:2], (), ended_by=None)
-
-
-def test_the_templates_here_are_the_kinds_the_brief_names() -> None:
-    assert set(APPENDING) == {"chatml", "llama3", "trims", "no_system", "generation_marks"}
-    assert "You are a helpful assistant." in templates.CHATML

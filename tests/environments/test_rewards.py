@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from palestra.environments.rewards import name_of, place_of, verdict_of
 from palestra.errors import RewardError
 from palestra.types import Abstain, Reward

@@ -172,11 +172,16 @@ async def test_what_a_hanging_reward_printed_is_in_the_error(workers: RewardWork
 async def test_processes_that_a_reward_started_die_with_it(workers: RewardWorkers, tmp_path: Path) -> None:
     def starts_one_and_hangs(note: str) -> None:
         child = subprocess.Popen(["sleep", "3600"])
-        Path(note).write_text(str(child.pid))
+        Path(note).write_text(f"{child.pid}!")
         child.wait()
 
     note = tmp_path / "pid"
-    await refusal(workers, starts_one_and_hangs, str(note), deadline_s=3.0)
+    call = asyncio.ensure_future(workers.call(starts_one_and_hangs, str(note), deadline_s=SLOW_S))
+    assert await asyncio.to_thread(wait_until, lambda: note.is_file() and note.read_text().endswith("!"))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    note.write_text(note.read_text().rstrip("!"))
     assert wait_until(lambda: gone(int(note.read_text())))
 
 
@@ -314,20 +319,18 @@ async def test_no_more_workers_run_than_asked_for_and_waiting_is_not_counted() -
     most = 0
 
     def naps() -> int:
-        time.sleep(0.4)
+        time.sleep(0.3)
         return os.getpid()
 
     async def one() -> object:
         nonlocal most
-        value = await pool.call(naps, deadline_s=2.0)
+        value = await pool.call(naps, deadline_s=3.0)
         most = max(most, len(pool.pids))
         return value
 
     try:
         await asyncio.gather(*(pool.call(pid_of_worker, deadline_s=SLOW_S) for _ in range(2)))
-        pids = await asyncio.gather(
-            *(one() for _ in range(12))
-        )  # 12 naps on 2 workers outlast any one deadline
+        pids = await asyncio.gather(*(one() for _ in range(22)))  # 11 naps each outlast one deadline
         assert len(set(pids)) <= 2
         assert most <= 2
     finally:
@@ -390,6 +393,23 @@ def test_workers_die_with_their_parent_even_when_it_is_killed(tmp_path: Path) ->
         parent.kill()
         parent.wait()
     assert wait_until(lambda: gone(pid))
+
+
+def test_workers_serve_a_loop_that_is_not_the_main_threads() -> None:
+    found: list[object] = []
+
+    async def work() -> None:
+        pool = RewardWorkers(1)
+        try:
+            found.append(await pool.call(right, TASK, "2", deadline_s=SLOW_S))
+            found.append((await refusal(pool, exits)).what)
+        finally:
+            await pool.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    thread.start()
+    thread.join()
+    assert found == [1.0, "exits ended its worker process: it exited with code 3"]
 
 
 def test_a_worker_starts_without_any_framework() -> None:

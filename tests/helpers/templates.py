@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import tokenizers
-from palestra.models.tokenizer import Tokenizer, byte_alphabet
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from palestra.models.tokenizer import Tokenizer, byte_alphabet
+
 SPECIALS = (
-    "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "<|endoftext|>",
+    "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<|endoftext|>",
 )  # fmt: skip
 
 CHATML = """\
@@ -28,7 +29,8 @@ CHATML = """\
 LLAMA3 = """\
 {{- bos_token }}
 {%- for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{{- message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}

@@ -194,9 +194,9 @@ class Episode:
         if isinstance(text, str):
             return [Message(role, text)]
         messages: list[object] = list(text)
-        wrong = next((m for m in messages if not isinstance(m, Message)), None)
-        if wrong is not None or not messages:
-            kind = "no message at all" if not messages else f"a {type(wrong).__name__}: {wrong!r}"
+        wrong = [m for m in messages if not isinstance(m, Message)]
+        if wrong or not messages:
+            kind = f"a {type(wrong[0]).__name__}: {wrong[0]!r}" if wrong else "no message at all"
             raise TaskError(f"ep.say got {kind}", expected="a string, or a sequence of palestra.Message")
         return list(text)
 

@@ -10,13 +10,12 @@ written into the detail.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import logging
 import time
+import traceback
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from palestra.environments.base import Environment, where_defined
 from palestra.environments.episode import Episode
@@ -183,7 +182,13 @@ def _with_cleanup(outcome: Outcome, failures: list[str]) -> Outcome:
 
 
 def _stack_of(task: asyncio.Task[Outcome]) -> str:
-    text = io.StringIO()
-    with contextlib.suppress(RuntimeError):
-        task.print_stack(file=text)
-    return text.getvalue()
+    """Where the task waits: every coroutine from the episode's down to the innermost await."""
+    frames: list[traceback.FrameSummary] = []
+    waiting: Any = task.get_coro()
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is not None:
+            code = frame.f_code
+            frames.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name))
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+    return "".join(traceback.format_list(frames))
