@@ -150,7 +150,8 @@ def resolve_values(
 
 def _stack(layers: Sequence[tuple[Source, dict[str, Given]]]) -> tuple[dict[str, Any], dict[str, Origin]]:
     values, provenance = {}, {}
-    for key, default in ((key, defaults().get(key)) for key in leaves(Job)):
+    fallback = defaults()
+    for key in leaves(Job):
         origins: list[Origin] = [
             Origin(source, valid[key].where, valid[key].value)
             for source, valid in reversed(layers)
@@ -159,8 +160,8 @@ def _stack(layers: Sequence[tuple[Source, dict[str, Given]]]) -> tuple[dict[str,
         if origins:
             top, *lower = origins
             provenance[key] = Origin(top.source, top.detail, top.value, tuple(lower))
-        elif key in defaults():
-            provenance[key] = Origin("default", "", default)
+        elif key in fallback:
+            provenance[key] = Origin("default", "", fallback[key])
         else:
             continue
         values[key] = provenance[key].value
