@@ -31,6 +31,7 @@ from palestra.ui.text import safe_text
         ("tag\U000e0041\U000e007f", "tag"),
         ("lone\ud800surrogate", "lonesurrogate"),
         ("private\ue000use", "privateuse"),
+        ("0 \x1a 0", "0 0"),
         ("bell\x07\x00\x7f", "bell"),
         ("a" + "\u0301" * 50, "a\u0301\u0301"),
         ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"),

@@ -37,5 +37,5 @@ def safe_text(text: str, limit: int = 200) -> str:
         marks = marks + 1 if category in ("Mn", "Me") else 0
         if marks <= _STACK:
             kept.append(char)
-    line = "".join(kept).strip()
+    line = _SPACES.sub(" ", "".join(kept)).strip()  # again: what was hidden may have parted spaces
     return line if len(line) <= limit else line[: max(0, limit - 1)] + "…"
