@@ -36,13 +36,16 @@ def row(seed: int, run: Run, wall_s: float) -> str:
     steps = sum(value for _, value in reader.series("time/step_s"))
     apart = "no" if after["sampled"]["low"] <= before["sampled"]["high"] else "yes"
     return (
-        f"| {seed} | {rewards[0]:.3f} -> {rewards[-1]:.3f} | {shown(before['sampled'])} | {shown(after['sampled'])} "
+        f"| {seed} | {rewards[0]:.3f} -> {rewards[-1]:.3f} "
+        f"| {shown(before['sampled'])} | {shown(after['sampled'])} "
         f"| {apart} | {shown(before['greedy'])} | {shown(after['greedy'])} | {steps:.0f} | {wall_s:.0f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--task", choices=["python", "expressions"], default="python")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/learning"))
@@ -51,7 +54,12 @@ def main() -> None:
     rows: list[str] = []
     for seed in options.seeds:
         job = python_job() if options.task == "python" else expressions_job()
-        sets = [*options.sets, f"seed={seed}", f"name={options.task}-seed{seed}", f"runs_dir={options.runs_dir}"]
+        sets = [
+            *options.sets,
+            f"seed={seed}",
+            f"name={options.task}-seed{seed}",
+            f"runs_dir={options.runs_dir}",
+        ]
         started = time.perf_counter()
         run = train(resolve(job, sets=sets), panel=False)
         rows.append(row(seed, run, time.perf_counter() - started))

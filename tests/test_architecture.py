@@ -20,7 +20,7 @@ LAYERS = {
     "fields": 3, "settings": 3, "job": 3,
     "loop": 4,
     "ui": 4,
-    "run": 5, "recipes": 6, "cli": 7,
+    "run": 5, "recipes": 6, "cli": 7, "__main__": 8,
 }  # fmt: skip
 """Higher may import lower. docs/decisions/0001 says why job lies where it does."""
 
@@ -64,7 +64,7 @@ def test_imports_point_downward_and_siblings_meet_through_ports(path: Path) -> N
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = {module_name(p): {i for i in top_level_imports(p)} for p in FILES}
+    graph = {module_name(p): set(top_level_imports(p)) for p in FILES}
     state: dict[str, int] = {}
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -83,7 +83,11 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 def top_level_imports(path: Path) -> list[str]:
     """Imports that run when the module is imported: not those inside functions or TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
-    return [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith("palestra")]
+    return [
+        n.module
+        for n in tree.body
+        if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith("palestra")
+    ]
 
 
 @pytest.mark.parametrize("path", [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts], ids=str)
@@ -106,20 +110,45 @@ def test_every_module_opens_with_its_invariant_and_returns_are_typed(path: Path)
             assert node.returns is not None, f"{path}:{node.lineno} {node.name} has no return type"
 
 
-def test_the_core_stays_under_its_budget_and_tests_match_it() -> None:
+CORE = {"types", "errors", "job", "fields", "settings", "run", "environments", "algorithms", "trainer", "rollouts",
+        "sandboxes", "weights", "loop", "cluster", "records", "models"}  # fmt: skip
+"""What a run is made of. Views, verbs and recipes (ui, cli, recipes) stand outside: docs/decisions/0006."""
+
+
+def statements(path: Path) -> int:
+    """Lines that hold code: no blank line, no comment, no docstring."""
+    text = path.read_text()
+    held: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        is_text = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
+        if is_text and node.end_lineno is not None:
+            held |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in held for n, line in lines)
+
+
+def test_the_core_stays_under_its_budget_and_tests_match_the_code() -> None:
+    core = sum(statements(p) for p in FILES if room(module_name(p)) in CORE)
     code = sum(p.read_text().count("\n") for p in FILES)
     tests = sum(p.read_text().count("\n") for p in (ROOT / "tests").rglob("*.py"))
-    assert code < 15_000
+    assert core < 15_000
     assert tests >= code, f"{tests} lines of tests for {code} lines of code"
 
 
 @pytest.mark.parametrize(
     "module",
     ["palestra", "palestra.types", "palestra.job", "palestra.settings", "palestra.records.reader",
-     "palestra.ui.panel", "palestra.ui.summary", "palestra.environments.base", "palestra.cli.main", "palestra.run"],
+     "palestra.ui.panel", "palestra.ui.summary", "palestra.environments.base", "palestra.cli.main",
+     "palestra.run"],
 )  # fmt: skip
 def test_the_core_imports_without_torch_numpy_or_transformers(module: str) -> None:
     heavy = "{'torch', 'numpy', 'transformers', 'safetensors', 'tokenizers', 'jinja2', 'ray'}"
-    script = f"import sys, {module}; found = {heavy} & set(sys.modules); sys.exit(repr(found) if found else 0)"
+    script = (
+        f"import sys, {module}; found = {heavy} & set(sys.modules); sys.exit(repr(found) if found else 0)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

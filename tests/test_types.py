@@ -45,7 +45,9 @@ def completions(draw: st.DrawFn) -> Completion:
 
 
 @given(st.lists(completions(), min_size=1, max_size=4), st.lists(tokens, max_size=6))
-def test_joined_turns_are_the_tokens_in_order_with_their_masks(sampled: list[Completion], given_ids: list[int]) -> None:
+def test_joined_turns_are_the_tokens_in_order_with_their_masks(
+    sampled: list[Completion], given_ids: list[int]
+) -> None:
     """slime#1440, PR#2207 (case 12): loss mask and response length differed after a partial rollout."""
     turns = [t for c in sampled for t in (Turn.given(given_ids), Turn.sampled(c))]
     built = Trajectory("t", TASK.hash, tuple(turns), Reward(1.0))
@@ -57,7 +59,9 @@ def test_joined_turns_are_the_tokens_in_order_with_their_masks(sampled: list[Com
 
 
 @given(completions(), st.sampled_from(["logprobs", "versions", "sampled_mask"]), st.booleans())
-def test_columns_of_different_length_cannot_be_built(completion: Completion, column: str, longer: bool) -> None:
+def test_columns_of_different_length_cannot_be_built(
+    completion: Completion, column: str, longer: bool
+) -> None:
     """slime#1440 (case 12): checked where the object is made."""
     values = getattr(Turn.sampled(completion), column)
     wrong = (*values, values[0]) if longer else values[:-1]
@@ -170,6 +174,14 @@ def test_the_task_hash_covers_content_and_not_the_id(prompt: str, secret: dict[s
     assert one.hash != Task(prompt=prompt + "!", secret=secret).hash
 
 
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", float])
+def test_a_task_that_could_not_be_hashed_the_same_again_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="plain JSON values"):
+        Task(prompt="p", data={"x": value})
+    with pytest.raises(TypeError, match="secret must be plain JSON"):
+        Task(prompt="p", secret={"x": [value]})
+
+
 def test_a_secret_is_not_shown_and_not_writable() -> None:
     task = Task(prompt="p", secret={"answer": "tell-nobody"})
     assert "tell-nobody" not in repr(task)
@@ -182,7 +194,9 @@ def test_a_version_survives_writing_and_parsing(run: str, number: int) -> None:
     assert Version.parse(str(Version(run, number))) == Version(run, number)
 
 
-@pytest.mark.parametrize("text", ["", "run", "run@", "@3", "run@-1", "run@01", "run@1.5", "a/b@1", "run@3 ", "base"])
+@pytest.mark.parametrize(
+    "text", ["", "run", "run@", "@3", "run@-1", "run@01", "run@1.5", "a/b@1", "run@3 ", "base"]
+)
 def test_a_version_that_cannot_be_parsed_raises(text: str) -> None:
     """verl#7495 (case 1): a pointer that fell back to the base weights looked like slow learning."""
     with pytest.raises(ValueError, match="not a version"):
@@ -229,7 +243,7 @@ def test_a_manifests_base_fits_its_kind_and_its_run() -> None:
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../b", ""])
 def test_a_tensor_name_cannot_leave_its_folder(name: str) -> None:
-    with pytest.raises(ValueError, match="folder|needs a name"):
+    with pytest.raises(ValueError, match=r"folder|needs a name"):
         entry(name)
 
 

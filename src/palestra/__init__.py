@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from palestra.environments.episode import Episode as Episode
     from palestra.environments.single_turn import SingleTurn as SingleTurn
     from palestra.job import GRPO as GRPO
+    from palestra.job import Checkpoints as Checkpoints
+    from palestra.job import Deadlines as Deadlines
+    from palestra.job import Evaluation as Evaluation
     from palestra.job import Job as Job
+    from palestra.job import Optimizer as Optimizer
+    from palestra.job import Sampling as Sampling
     from palestra.run import Run as Run
     from palestra.sandboxes.base import SandboxSpec as SandboxSpec
     from palestra.types import Abstain as Abstain
@@ -25,13 +30,18 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Abstain": "palestra.types",
+    "Checkpoints": "palestra.job",
+    "Deadlines": "palestra.job",
     "Environment": "palestra.environments.base",
     "Episode": "palestra.environments.episode",
+    "Evaluation": "palestra.job",
     "GRPO": "palestra.job",
     "Job": "palestra.job",
     "Message": "palestra.types",
+    "Optimizer": "palestra.job",
     "Reward": "palestra.types",
     "Run": "palestra.run",
+    "Sampling": "palestra.job",
     "SandboxSpec": "palestra.sandboxes.base",
     "SingleTurn": "palestra.environments.single_turn",
     "Task": "palestra.types",
@@ -40,12 +50,17 @@ _HOMES = {
 __all__ = [
     "GRPO",
     "Abstain",
+    "Checkpoints",
+    "Deadlines",
     "Environment",
     "Episode",
+    "Evaluation",
     "Job",
     "Message",
+    "Optimizer",
     "Reward",
     "Run",
+    "Sampling",
     "SandboxSpec",
     "SingleTurn",
     "Task",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -124,7 +125,9 @@ class _Status:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        if error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            self.outcome = ("stopped", "interrupted before the first step; the same command continues")
+        elif error is not None:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.outcome = ("failed", first_line)
             self._writer.event("state", state="failed", reason=str(error))
@@ -142,6 +145,8 @@ class _Start:
     model: Any
     dtypes: dict[str, str]
     threads: int
+    created: datetime
+    """When the run began: what a chat template that prints the date prints, in every attempt."""
 
 
 class _Attempt:
@@ -165,14 +170,17 @@ class _Attempt:
             if self._finished_already(folder):
                 self._say_finished()
                 return
-            attempt = folder.begin_attempt(
+            panel = LivePanel(self._run.id, self._job.steps) if self._wants_panel else None
+            if panel is not None:
+                panel.replay(self._run.records)
+            folder.begin_attempt(
                 {"argv": sys.argv, "cwd": os.getcwd(), "palestra": __version__, "python": sys.version},
                 self._resolved.to_json(),
                 self._resolved.provenance_json(),
             )
             writer = RunWriter(folder)
             try:
-                self._run_attempt(folder, writer, start, attempt)
+                self._run_attempt(folder, writer, start, panel)
             finally:
                 writer.close()
         finally:
@@ -181,7 +189,9 @@ class _Attempt:
     def _say_finished(self) -> None:
         if self._wants_panel:
             print(summary_of(self._run.records))
-            print(f"run {self._run.id} is already finished; more steps continue it, --name NEW starts another")
+            print(
+                f"run {self._run.id} is already finished; more steps continue it, --name NEW starts another"
+            )
 
     def _finished_already(self, folder: RunFolder) -> bool:
         done = checkpoints.committed(folder.checkpoints_dir)
@@ -205,11 +215,13 @@ class _Attempt:
         identity = identity_of(job, tasks, evaluation_tasks, model_digest=model.digest, dtypes=dtypes)
         if recorded is not None:
             self._require_same(recorded, identity)
-        threads = job.threads or len(os.sched_getaffinity(0))
+        # A resumed run keeps its number of threads: sums in another order are other losses.
+        threads = job.threads or int(folder.info.get("threads") or len(os.sched_getaffinity(0)))
         if recorded is None:
             folder.update(identity=identity, model=job.model, name=job.name, threads=threads)
         folder.update(steps=job.steps)
-        return _Start(tasks, evaluation_tasks, model, dtypes, threads)
+        created = datetime.fromtimestamp(float(folder.info["created"]))
+        return _Start(tasks, evaluation_tasks, model, dtypes, threads, created)
 
     def _require_same(self, recorded: dict[str, Any], identity: dict[str, Any]) -> None:
         changed = differences(recorded, identity)
@@ -219,17 +231,19 @@ class _Attempt:
                     f"run {self._run.id!r} was started with {key} = {old!r}, and this command says {new!r}"
                     for key, old, new in changed
                 ],
-                next_command=f"undo the change to continue {self._run.path}, or start another run: --name NEW",
+                next_command=f"undo the change to continue {self._run.path}, or start another: --name NEW",
             )
 
-    def _run_attempt(self, folder: RunFolder, writer: RunWriter, start: _Start, attempt: int) -> None:
-        panel = LivePanel(self._run.id, self._job.steps) if self._wants_panel else None
+    def _run_attempt(
+        self, folder: RunFolder, writer: RunWriter, start: _Start, panel: LivePanel | None
+    ) -> None:
         with _Status(folder, writer) as status:
             if panel is not None:
                 writer.subscribe(panel.feed)
                 panel.start()
             try:
-                status.outcome = asyncio.run(self._supervise(folder, writer, start))
+                status.outcome = asyncio.run(self._supervise(folder, writer, start, panel))
+                writer.event("state", state=status.outcome[0], reason=status.outcome[1])
             finally:
                 if panel is not None:
                     writer.flush()
@@ -237,7 +251,9 @@ class _Attempt:
         if self._wants_panel:
             print(summary_of(self._run.records))
 
-    async def _supervise(self, folder: RunFolder, writer: RunWriter, start: _Start) -> tuple[str, str]:
+    async def _supervise(
+        self, folder: RunFolder, writer: RunWriter, start: _Start, panel: LivePanel | None
+    ) -> tuple[str, str]:
         async with AsyncExitStack() as stack:
             build = _Build(self._job, start, self._run.id, stack)
             pillars = await asyncio.to_thread(build.pillars, writer)
@@ -253,16 +269,14 @@ class _Attempt:
                 folder.checkpoints_dir,
             )
             loop = asyncio.get_running_loop()
-            self._run._stop = lambda: loop.call_soon_threadsafe(controller.stop.set)
-            self._watch_signals(loop, controller, folder, writer)
+            self._run._stop = lambda: _call(loop, controller.stop.set)
+            self._watch_signals(loop, controller, folder, writer, panel)
             evaluated = frozenset((str(e["when"]), int(e["step"])) for e in self._run.records.evals())
             if await controller.run(evaluated):
                 return "finished", f"{controller.step} steps"
             return "stopped", f"asked to stop after step {controller.step}; the same command continues"
 
-    def _restore(
-        self, folder: RunFolder, writer: RunWriter, pillars: Pillars
-    ) -> tuple[Ledger, Place]:
+    def _restore(self, folder: RunFolder, writer: RunWriter, pillars: Pillars) -> tuple[Ledger, Place]:
         """The ledger as recorded, and the trainer's state at the newest checkpoint that is whole."""
         for name in checkpoints.sweep(folder.checkpoints_dir):
             writer.event("notice", text=f"removed a half-written checkpoint: {name}")
@@ -288,7 +302,12 @@ class _Attempt:
         return ledger, Place()
 
     def _watch_signals(
-        self, loop: asyncio.AbstractEventLoop, controller: Controller, folder: RunFolder, writer: RunWriter
+        self,
+        loop: asyncio.AbstractEventLoop,
+        controller: Controller,
+        folder: RunFolder,
+        writer: RunWriter,
+        panel: LivePanel | None,
     ) -> None:
         """Once: finish the step and checkpoint. Twice: end now; records and checkpoints are whole."""
         if threading.current_thread() is not threading.main_thread():
@@ -306,12 +325,20 @@ class _Attempt:
             reason = f"interrupted at once after step {controller.step}; the same command continues"
             writer.event("state", state="stopped", reason=reason)
             writer.flush(timeout_s=2)
+            if panel is not None:
+                panel.stop()
             folder.set_status("stopped", reason)
             print(f"\npalestra: {reason}", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
+
+
+def _call(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    """Ask ``loop``, from any thread, to call ``what``; a loop that has ended has nothing to stop."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(what)
 
 
 def checkpoint_bytes(pillars: Pillars) -> int:
@@ -351,8 +378,9 @@ class _Build:
         job, start = self._job, self._start
         folder: Path = start.model.folder
         tokenizer = Tokenizer.from_folder(folder)
-        chat = Chat(tokenizer, job.chat_template)
-        _require_prompts_fit(chat, start.tasks + start.evaluation_tasks, _context(job, folder))
+        chat = Chat(tokenizer, job.chat_template, now=start.created)
+        context = _context(job, folder)
+        _require_prompts_fit(chat, start.tasks + start.evaluation_tasks, context)
         host = self._sandbox_host()
         trainer = TorchTrainer(folder, _trainer_settings(job, start))
         self._stack.callback(trainer.close)
@@ -381,6 +409,7 @@ class _Build:
                 workers=workers,
                 deadline_s=deadlines.episode_s,
                 reward_deadline_s=deadlines.reward_s,
+                context_tokens=context,
             )
 
         def advantages(rewards: Sequence[float]) -> list[float]:
@@ -429,7 +458,7 @@ def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: i
                 f"{over} of {len(lengths)} prompts do not fit: the longest (task {task.id}) has {longest} "
                 f"tokens, and the context holds {context}, completion included"
             ],
-            next_command="shorten the prompts, raise engine.context_tokens, or take a model with a longer context",
+            next_command="shorten the prompts, raise engine.context_tokens, or take a longer-context model",
         )
 
 

@@ -74,7 +74,7 @@ def _real(value: object, what: str) -> float:
 
 
 def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=repr)
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,13 @@ class Task:
         object.__setattr__(self, "messages", tuple(self.messages))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
         object.__setattr__(self, "secret", MappingProxyType(dict(self.secret)))
+        for name in ("data", "secret"):
+            try:
+                _canonical(dict(getattr(self, name)))
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"a task's {name} must be plain JSON values, so it can be hashed: {error}"
+                ) from None
         if not self.id:
             object.__setattr__(self, "id", self.hash[:12])
 
@@ -288,11 +295,8 @@ class Span:
     end_s: float
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.start_s) and math.isfinite(self.end_s),
-            f"span {self.name!r}: start and end must be finite",
-        )
-        _require(self.end_s >= self.start_s, f"span {self.name!r} ends before it starts")
+        finite = math.isfinite(self.start_s) and math.isfinite(self.end_s)
+        _require(finite and self.end_s >= self.start_s, f"span {self.name!r} ends before it starts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,12 +470,10 @@ class Batch:
 
     @property
     def token_count(self) -> int:
-        """Packed tokens that go through the model."""
         return len(self.tokens_T)
 
     @property
     def target_count(self) -> int:
-        """Trained targets."""
         return len(self.targets_N)
 
 
@@ -499,7 +501,7 @@ _VERSION = re.compile(r"(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)@(?P<number>0|[1-9][0
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """The n-th weights of one run; written ``run@n``. Number 0 is the model the run started from."""
+    """The n-th weights of one run, written ``run@n``; n is 0 for the model it started from."""
 
     run: str
     number: int
@@ -582,13 +584,10 @@ class Manifest:
         return sum(entry.nbytes for entry in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": str(self.version),
-            "kind": self.kind,
-            "base": str(self.base) if self.base else None,
-            "digest": self.digest,
-            "tensors": [[e.name, e.dtype, list(e.shape), e.nbytes, e.digest] for e in self.tensors],
-        }
+        tensors = [[e.name, e.dtype, list(e.shape), e.nbytes, e.digest] for e in self.tensors]
+        base = str(self.base) if self.base else None
+        named = {"version": str(self.version), "kind": self.kind, "base": base, "digest": self.digest}
+        return {**named, "tensors": tensors}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Manifest:

@@ -87,7 +87,11 @@ def test_a_repeated_prompt_is_found() -> None:
 def test_a_draw_that_names_another_task_after_a_restart_is_found() -> None:
     changed = draws_entry(1)
     changed["tasks"] = ["other", *changed["tasks"][1:]]
-    audit = Ledger(PER_STEP).replay([attempt(0), draws_entry(1), attempt(0), changed, *step_entries(1)[1:]]).audit()
+    audit = (
+        Ledger(PER_STEP)
+        .replay([attempt(0), draws_entry(1), attempt(0), changed, *step_entries(1)[1:]])
+        .audit()
+    )
     assert not audit.ok
     assert audit.changed == 1
 
@@ -107,12 +111,17 @@ def test_work_undone_by_a_restart_is_counted() -> None:
         ([*step_entries(1), {"kind": "update", "step": 1, "version": 2}], "updated twice"),
         ([draws_entry(2)], "after step 0"),
         ([draws_entry(1), draws_entry(1)], "after step 0"),
-        ([draws_entry(1), {"kind": "groups", "step": 1}, {"kind": "checkpoint", "step": 1}], "before its update"),
+        (
+            [draws_entry(1), {"kind": "groups", "step": 1}, {"kind": "checkpoint", "step": 1}],
+            "before its update",
+        ),
         ([attempt(3)], "resumed from step 3"),
         ([draws_entry(1) | {"tasks": []}], "3 draws and 0 tasks"),
     ],
 )
-def test_an_entry_that_could_not_have_happened_is_refused(entries: list[dict[str, Any]], message: str) -> None:
+def test_an_entry_that_could_not_have_happened_is_refused(
+    entries: list[dict[str, Any]], message: str
+) -> None:
     with pytest.raises(LedgerError, match=message):
         Ledger(PER_STEP).replay(entries)
 

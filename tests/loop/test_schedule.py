@@ -10,7 +10,9 @@ schedules = st.sampled_from(["constant", "linear", "cosine"])
 
 
 @given(schedule=schedules, steps=st.integers(1, 50), warmup=st.integers(0, 50))
-def test_no_step_is_wasted_at_rate_zero_or_above_the_peak(schedule: Schedule, steps: int, warmup: int) -> None:
+def test_no_step_is_wasted_at_rate_zero_or_above_the_peak(
+    schedule: Schedule, steps: int, warmup: int
+) -> None:
     warmup = min(warmup, steps)
     rates = [
         learning_rate(s, steps=steps, peak=2.0, warmup_steps=warmup, schedule=schedule)

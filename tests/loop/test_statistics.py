@@ -11,7 +11,8 @@ from palestra.loop.statistics import Interval, mean_interval, student_t95, wilso
 
 
 @pytest.mark.parametrize(
-    ("degrees", "quantile"), [(1, 12.706), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)]
+    ("degrees", "quantile"),
+    [(1, 12.706), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)],
 )
 def test_t_quantiles_equal_the_printed_table(degrees: int, quantile: float) -> None:
     assert student_t95(degrees) == pytest.approx(quantile, abs=0.006)

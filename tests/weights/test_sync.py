@@ -101,7 +101,9 @@ def test_the_digest_is_of_the_bytes(values: list[float], data: st.DataObject) ->
     digest = tensor_digest(tensor)
     assert digest == tensor_digest(tensor.clone())
     flipped = tensor.clone()
-    flipped.view(torch.uint8)[data.draw(st.integers(0, 4 * len(values) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    flipped.view(torch.uint8)[data.draw(st.integers(0, 4 * len(values) - 1))] ^= 1 << data.draw(
+        st.integers(0, 7)
+    )
     assert digest != tensor_digest(flipped)
 
 

@@ -10,7 +10,6 @@ trainer's state and the loop's place lie in ``trainer/`` and ``loop.json``.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError, RecordError
+from palestra.records.files import disk_error
 from palestra.trainer.base import Trainer
 
 MARKER = "COMMITTED"
@@ -101,21 +101,10 @@ def write(root: Path, step: int, trainer: Trainer, loop_state: Mapping[str, Any]
         cause = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(cause, OSError):
             raise
-        raise _disk_error(root, step, cause) from error
+        raise disk_error(f"writing the checkpoint of step {step}", root, cause) from error
     for old in committed(root)[: -max(1, keep)]:
         shutil.rmtree(old.folder)
     return Checkpoint(step, final)
-
-
-def _disk_error(root: Path, step: int, error: OSError) -> RecordError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return RecordError(
-        f"the checkpoint of step {step} could not be written: {error.strerror or error}",
-        where=str(root),
-        expected="room for one more checkpoint beside the kept ones" if full else "a writable folder",
-        nearest=f"{shutil.disk_usage(root).free / 1e6:.0f} MB are free there" if full else "",
-        next_command="free some space and run the same command: it continues from the last checkpoint",
-    )
 
 
 def require_space(root: Path, needed_bytes: int) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.errors import RunStopped, TrainerError
 from palestra.job import Job
@@ -31,7 +31,9 @@ from palestra.records.writer import RunWriter
 from palestra.rollouts.base import Engine
 from palestra.trainer.base import StepReport, Trainer
 from palestra.types import Batch, Group, LossSpec, SamplingParams, Task, Trajectory, Version
-from palestra.weights.sync import SyncReport, WeightSync
+
+if TYPE_CHECKING:
+    from palestra.weights.sync import SyncReport, WeightSync
 
 Pack = Callable[[Sequence[Group], dict[str, float], SamplingParams], Batch | None]
 Describe = Callable[[Trajectory], tuple[str, str]]
@@ -219,7 +221,9 @@ class Controller:
         if verdict.signal is not Signal.USEFUL:
             self._starved += 1
             self._state("starved", f"step {step} taught nothing: {verdict.reason}")
-            self._entry(EntryKind.UPDATE, step, version=self.version.number, applied=False, why=verdict.reason)
+            self._entry(
+                EntryKind.UPDATE, step, version=self.version.number, applied=False, why=verdict.reason
+            )
             return {"time/train_s": 0.0, "time/sync_s": 0.0}
         batch = self._p.pack(groups, verdict.advantages, self._sampling)
         if batch is None:
@@ -231,7 +235,12 @@ class Controller:
         self._starved = 0
         why = "" if report.applied else "loss or gradient was not finite"
         self._entry(
-            EntryKind.UPDATE, step, version=self.version.number, applied=report.applied, why=why, loss=report.loss
+            EntryKind.UPDATE,
+            step,
+            version=self.version.number,
+            applied=report.applied,
+            why=why,
+            loss=report.loss,
         )
         metrics = _train_metrics(report)
         if not report.applied:

@@ -45,7 +45,9 @@ class EvalResult:
         }
 
 
-def _wanted(tasks: Sequence[Task], *, samples: int, greedy: bool, seed: int, sampling: SamplingParams) -> list[Wanted]:
+def _wanted(
+    tasks: Sequence[Task], *, samples: int, greedy: bool, seed: int, sampling: SamplingParams
+) -> list[Wanted]:
     wanted: list[Wanted] = []
     for task in tasks:
         for sample in range(samples):

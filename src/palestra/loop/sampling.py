@@ -33,7 +33,9 @@ def group_id(draw: Draw) -> str:
     return f"g{draw.index}"
 
 
-def wanted_of_draw(draw: Draw, task: Task, *, group_size: int, seed: int, sampling: SamplingParams) -> list[Wanted]:
+def wanted_of_draw(
+    draw: Draw, task: Task, *, group_size: int, seed: int, sampling: SamplingParams
+) -> list[Wanted]:
     """The members of one group; each has its own seed, named by run seed, draw and member."""
     return [
         Wanted(

@@ -27,7 +27,6 @@ def python_job() -> Job:
     """GRPO on SmolLM2-135M-Instruct: write ``f(x)``; 8 prompts x 8 samples a step."""
     from palestra.environments.single_turn import SingleTurn
     from palestra.recipes import python_functions
-    from palestra.sandboxes.base import SandboxSpec
 
     return Job(
         model=MODEL,
@@ -35,7 +34,7 @@ def python_job() -> Job:
             python_functions.tasks,
             python_functions.reward,
             evaluation_tasks=python_functions.evaluation_tasks,
-            sandbox=SandboxSpec(),
+            sandbox=python_functions.SPEC,
         ),
         name="quickstart",
         steps=12,

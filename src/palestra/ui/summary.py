@@ -71,7 +71,9 @@ def summary_of(reader: RunReader) -> str:
     lines = [f"run {reader.path.name}: {state}" + (f" ({reason})" if reason else "")]
     if before or after:
         count = (after or before or {}).get("sampled") or {}
-        lines.append(f"  held-out  before                   ->  after    ({count.get('n', '?')} tasks, 95 % intervals)")
+        lines.append(
+            f"  held-out  before                   ->  after    ({count.get('n', '?')} tasks, 95 % intervals)"
+        )
         lines.append(_row("sampled", before, after, "sampled"))
         lines.append(_row("greedy", before, after, "greedy"))
     lines += _training(reader)

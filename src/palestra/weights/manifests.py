@@ -30,14 +30,12 @@ DTYPE_NAMES = {
 def tensor_digest(tensor: Tensor) -> str:
     """32 hex digits of XXH3-128 over the tensor's bytes in row-major order."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(memoryview(flat.numpy()))
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def entry_of(name: str, tensor: Tensor) -> TensorEntry:
     nbytes = tensor.numel() * tensor.element_size()
-    return TensorEntry(
-        name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), nbytes, tensor_digest(tensor)
-    )
+    return TensorEntry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), nbytes, tensor_digest(tensor))
 
 
 def full_manifest(version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
