@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from palestra.algorithms.losses import TargetLoss, target_loss
+from palestra.rollouts.native.sampler import shape_logits
 from palestra.trainer.head import Distribution, Head, kept_tokens
-from palestra.types import LossSpec
+from palestra.types import LossSpec, SamplingParams
 
 torch.set_num_threads(1)
 VOCAB, HIDDEN, COUNT = 97, 16, 23
@@ -159,3 +160,23 @@ def test_bf16_products_stay_near_fp32() -> None:
     found = head()(hidden.bfloat16(), weight, targets, Distribution())
     assert found.logprobs_N.dtype == torch.float32
     assert (found.logprobs_N - exact.logprobs_N).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize("how", DISTRIBUTIONS, ids=str)
+def test_the_engine_samples_from_exactly_the_distribution_that_is_trained(
+    how: Distribution, spread: float
+) -> None:
+    """Case 10 (trl#4159, NeMo-RL PR#316): two sides with two definitions of temperature, top-k or top-p.
+
+    5,000 tokens, nearly flat at the smallest spread: top-p then reaches beyond the first candidates.
+    """
+    draw = torch.Generator().manual_seed(7)
+    logits = (torch.randn(4, 5_000, generator=draw) * spread * 16).round() / 16  # rounding makes ties
+    shaped = shape_logits(
+        logits, [SamplingParams(temperature=how.temperature, top_p=how.top_p, top_k=how.top_k)] * 4
+    )
+    top = logits.argmax(-1)
+    kept = kept_tokens((logits / how.temperature).t().contiguous(), top, how)
+    expected = torch.ones_like(logits, dtype=torch.bool) if kept is None else kept.t()
+    assert torch.equal(shaped > -torch.inf, expected)

@@ -27,6 +27,7 @@ from palestra.algorithms.losses import TargetLoss
 
 _CHUNK_BYTES = 48 << 20
 _MIN_ROWS, _MAX_ROWS = 32, 512
+_CANDIDATES = 1024
 
 TermOf = Callable[[Tensor, slice], TargetLoss]
 """(logprobs of some targets, which targets) -> their loss terms."""
@@ -167,11 +168,19 @@ def kept_tokens(logits_Vn: Tensor, targets_n: Tensor, distribution: Distribution
     if use_k:
         kept &= logits_Vn >= logits_Vn.topk(distribution.top_k, dim=0).values[-1]
     if distribution.top_p < 1:
-        logits = logits_Vn.masked_fill(~kept, -torch.inf)
-        ordered = logits.sort(dim=0, descending=True).values
-        before = ordered.softmax(0).cumsum(0, dtype=torch.float64).roll(1, 0)
-        before[0] = 0
-        # Every token before which the sum had not reached top_p; the least of them is the edge.
-        count = (before < distribution.top_p).sum(0)
-        kept &= logits >= ordered.gather(0, count[None] - 1)
+        limited = logits_Vn.masked_fill(~kept, -torch.inf)
+        kept &= limited >= _top_p_edge(limited, distribution.top_p)
     return kept.scatter_(0, targets_n[None], True)
+
+
+def _top_p_edge(logits_Vn: Tensor, top_p: float) -> Tensor:
+    """The least logit of the smallest set of largest ones that reaches ``top_p``, per column."""
+    vocab = len(logits_Vn)
+    rows_nV = logits_Vn.t().contiguous()
+    total_n1 = logits_Vn.double().logsumexp(0)[:, None]
+    for width in (min(_CANDIDATES, vocab), vocab):
+        largest_nW = rows_nV.topk(width, dim=-1).values
+        short_nW = (largest_nW.double() - total_n1).exp().cumsum(-1) < top_p
+        if not short_nW[:, -1].any():
+            break  # most distributions reach it within the candidates: no need to sort the vocabulary
+    return largest_nW.gather(1, short_nW.sum(-1, keepdim=True).clamp(max=width - 1))[:, 0]
