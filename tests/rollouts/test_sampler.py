@@ -143,6 +143,16 @@ def test_the_extreme_uniform_numbers_never_draw_an_impossible_token(edge: float)
     assert logprobs == pytest.approx([math.log(0.5)])
 
 
+def test_rounding_at_the_end_of_a_block_never_draws_an_impossible_token() -> None:
+    """The block's float32 sum may exceed the sum of its parts: the uniform number then points past them."""
+    for seed in range(60):
+        logits = torch.full((1, 512), float("-inf"))
+        logits[0, :100] = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+        tokens, logprobs = sample(logits, [SamplingParams()], [1.0 - 2.0**-53])
+        assert tokens[0] < 100
+        assert math.isfinite(logprobs[0])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

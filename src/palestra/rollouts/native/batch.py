@@ -47,9 +47,8 @@ class Row:
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     outcome: Completion | EngineError | None = None
-    prefilled_by: Version | None = None
     prompt_logits_V: Tensor | None = None
-    """The logits after the prompt: a later row with this prompt starts from them."""
+    """The serving version's logits after the prompt: a later row with this prompt starts from them."""
 
     @property
     def stored(self) -> int:
@@ -100,7 +99,7 @@ class DecodeBatch:
         return bool(self.waiting or self.running)
 
     def install(self, weights: Weights, version: Version) -> None:
-        """Serve ``weights`` from the next step on; running rows keep their cache."""
+        """Serve ``weights`` from the next step on; running rows keep their cache, but share it no more."""
         self._weights, self._version = weights, version
         for row in self.running:
             row.prompt_logits_V = None
@@ -166,11 +165,11 @@ class DecodeBatch:
         _, version = self._serving()
         self.cache.reserve(max(self._need(row) for row in fresh))
         first = len(self.running) - len(fresh)
-        owners = self._owners(version, first)
+        owners = self._owners(first)
         self._prefill([slot for slot in range(first, len(self.running)) if owners[slot] == slot])
         for slot in range(first, len(self.running)):
             row, owner = self.running[slot], self.running[owners[slot]]
-            row.prefilled_by, row.prompt_logits_V = version, owner.prompt_logits_V
+            row.prompt_logits_V = owner.prompt_logits_V
             if owner is not row:
                 self.cache.copy(owners[slot], slot, len(row.prompt))
         logits_NV = torch.stack([row.prompt_logits_V for row in fresh if row.prompt_logits_V is not None])
@@ -181,14 +180,14 @@ class DecodeBatch:
         """The positions the row may fill."""
         return len(row.prompt) + min(row.sampling.max_new_tokens, row.room)
 
-    def _owners(self, version: Version, first: int) -> dict[int, int]:
+    def _owners(self, first: int) -> dict[int, int]:
         """For each new slot, the slot whose prefill it uses: an earlier row's with its prompt, or its own."""
         by_prompt: dict[tuple[int, ...], int] = {}
         owners: dict[int, int] = {}
         for slot, row in enumerate(self.running):
             if slot >= first:
                 owners[slot] = by_prompt.setdefault(row.prompt, slot)
-            elif row.prompt_logits_V is not None and row.prefilled_by == version:
+            elif row.prompt_logits_V is not None:
                 by_prompt.setdefault(row.prompt, slot)
         return owners
 

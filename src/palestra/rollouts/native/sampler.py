@@ -119,11 +119,11 @@ def _inverse_cdf(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     rows = probs_NV.shape[0]
     blocks_NBW = probs_NV.view(rows, -1, BLOCK)
     cumulated_NB = blocks_NBW.sum(dim=-1).double().cumsum(dim=-1)
-    total_N1 = cumulated_NB[:, -1:]
-    target_N1 = torch.minimum(uniforms_N[:, None] * total_N1, _just_below(total_N1))
+    target_N1 = uniforms_N[:, None] * cumulated_NB[:, -1:]
     block_N1 = _first_above(cumulated_NB, target_N1)
     before_N1 = pad(cumulated_NB, (1, 0)).gather(1, block_N1)
     inside_NW = blocks_NBW[torch.arange(rows), block_N1[:, 0]].double().cumsum(dim=-1)
+    # Inside, the sum is float64 and may be less than the block's own: never walk past the last share.
     rest_N1 = torch.minimum(target_N1 - before_N1, _just_below(inside_NW[:, -1:]))
     return (block_N1 * BLOCK + _first_above(inside_NW, rest_N1))[:, 0]
 
