@@ -86,7 +86,7 @@ class TrainerConfig(Section):
         "auto", "Number type of the computation; masters are always fp32; auto measures", "name"
     )
     micro_batch_tokens: Whole = setting(
-        2048, "Tokens that go through the model at once; changes memory, never the result", "tokens", ge=1
+        512, "Tokens that go through the model at once; the loss differs by rounding only", "tokens", ge=1
     )
     max_skipped_updates: Whole = setting(
         3, "Updates in a row that may be skipped for a gradient that is not finite, before the run stops",
@@ -181,8 +181,8 @@ class Job(Section):
     steps: Whole = setting(20, "Optimiser updates in the whole run", "steps", ge=1)
     prompts_per_step: Whole = setting(8, "Different prompts in each step", "prompts", ge=1)
     chat_template: Text = setting(
-        "auto", "auto is the model's own template; otherwise a template file", "file", min_length=1,
-        words="auto or a file",
+        "auto", "auto is the model's own, none is raw text; else a file or the template itself", "template",
+        min_length=1, words="auto, none, a file or the template itself",
     )  # fmt: skip
     threads: Whole = setting(0, "Processor threads for the model; 0 is all cores", "threads", ge=0)
     algorithm: GRPO = GRPO()
