@@ -55,7 +55,7 @@ job = pa.Job(
     ),
     algorithm=pa.GRPO(group_size=8),
     sampling={"max_new_tokens": 40, "stop": ["\n```\n"]},
-    steps=12,
+    steps=10,
 )
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ def python_job() -> Job:
             sandbox=python_functions.SPEC,
         ),
         name="quickstart",
-        steps=12,
+        steps=10,
         prompts_per_step=8,
         chat_template=python_functions.CHAT_TEMPLATE,
         algorithm=GRPO(group_size=8),
         sampling=Sampling(max_new_tokens=40, stop=python_functions.STOP),
         optimizer=Optimizer(learning_rate=1e-5),
         evaluation=Evaluation(samples_per_task=4),
-        checkpoints=Checkpoints(every_steps=6, keep=1),
+        checkpoints=Checkpoints(every_steps=5, keep=1),
     )
 
 
