@@ -20,7 +20,7 @@ LAYERS = {
     "fields": 3, "settings": 3, "job": 3,
     "loop": 4,
     "ui": 4,
-    "run": 5, "recipes": 6, "cli": 7, "__main__": 8,
+    "assembly": 5, "run": 5, "recipes": 6, "cli": 7, "__main__": 8,
 }  # fmt: skip
 """Higher may import lower. docs/decisions/0001 says why job lies where it does."""
 

@@ -45,6 +45,9 @@ class GRPO(Section):
     )
     normalize_std: Flag = setting(True, "Divide advantages by the group's standard deviation", "yes or no")
     std_epsilon: Real = setting(1e-6, "Added to that standard deviation", "reward", gt=0)
+    updates_per_step: Whole = setting(
+        1, "Updates from each step's samples; from the second on, the clip bounds the ratio", "updates", ge=1
+    )
     clip_low: Real = setting(
         0.2, "How far the policy ratio may fall below 1 and still count", "ratio", ge=0, lt=1
     )
@@ -107,7 +110,7 @@ class EngineConfig(Section):
 class SandboxConfig(Section):
     """What one sandbox of this run may use. There is never a network."""
 
-    memory_mb: Whole = setting(256, "Address space of each process", "MiB", ge=1)
+    memory_mb: Whole = setting(256, "Address space of each process", "MiB", ge=16)
     scratch_mb: Whole = setting(16, "Size of the private /tmp; it counts as memory", "MiB", ge=1)
     time_s: Real = setting(5.0, "Longest one program may run", "seconds", gt=0)
     processes: Whole = setting(1, "Processes and threads at once, the first included", "processes", ge=1)
@@ -143,7 +146,7 @@ class Checkpoints(Section):
 class Deadlines(Section):
     """Nested: a reward ends within its episode, an episode within its step."""
 
-    step_s: Real = setting(1800.0, "Longest step: sampling, rewards and update", "seconds", gt=0)
+    step_s: Real = setting(1800.0, "Longest that one step's sampling and rewards may take", "seconds", gt=0)
     episode_s: Real = setting(600.0, "Longest episode; a longer one abstains", "seconds", gt=0)
     reward_s: Real = setting(30.0, "Longest reward computation; a longer one abstains", "seconds", gt=0)
 

@@ -1,11 +1,11 @@
-"""The composition root: a resolved job becomes a run directory and the objects that fill it.
+"""The handle of a run, and one attempt at it: start or continue, watch, end.
 
-This is the one module that knows every implementation. It decides whether a
-command starts a run or continues one: the run directory is locked, its recorded
-identity (model, tasks, seed, algorithm, number types) must match, and the newest
-whole checkpoint is where the run goes on. Nothing is built before the job, the
-tasks, the disk and the sandbox were found to be in order. A run ends with its
-status and reason on the disk, whichever way it ends.
+An attempt decides whether a command starts a run or continues one: the run
+directory is locked, the recorded identity (model, tasks, seed, algorithm, number
+types) must match once anything was drawn, and the newest whole checkpoint is
+where the run goes on. Nothing is sampled before the job, the tasks, the disk and
+the sandbox were found to be in order. A run ends with its status and reason on
+the disk, whichever way it ends.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from palestra import __version__
+from palestra.assembly import Assembly, Start, checkpoint_bytes, require_torch
 from palestra.environments.base import validate_tasks
-from palestra.errors import ConfigError, MissingExtraError, PalestraError, RecordError
+from palestra.errors import ConfigError, PalestraError, RecordError
 from palestra.job import Job
 from palestra.loop import checkpoints
-from palestra.loop.controller import Controller, Pillars, Place
-from palestra.loop.draws import derive_seed
-from palestra.loop.identity import differences, identity_of
-from palestra.loop.ledger import Audit, Ledger
+from palestra.loop.controller import Controller, Pillars
+from palestra.loop.identity import differences, identity_of, source_digest
+from palestra.loop.ledger import Audit, Ledger, LedgerError
 from palestra.records.folder import RunFolder
 from palestra.records.reader import RunReader
 from palestra.records.writer import RunWriter
 from palestra.settings import Resolved
-from palestra.types import SamplingParams, Task, Trajectory
+from palestra.types import Task
 from palestra.ui.panel import LivePanel
 from palestra.ui.summary import summary_of
 
@@ -51,7 +50,8 @@ class Run:
         self.path = path
         self._resolved = resolved
         self._future: Future[None] | None = None
-        self._stop: Callable[[], None] | None = None
+        self._stop_asked = threading.Event()
+        self._stop: Callable[[], None] = self._stop_asked.set
 
     @property
     def id(self) -> str:
@@ -60,7 +60,7 @@ class Run:
     @property
     def status(self) -> str:
         """running, finished, failed, stopped, lost or empty, as the records say now."""
-        return self.records.state()[0]
+        return self.records.state()[0] if (self.path / "run.json").is_file() else "empty"
 
     @property
     def records(self) -> RunReader:
@@ -78,8 +78,7 @@ class Run:
 
     def stop(self) -> None:
         """Finish the step under way, write a checkpoint, end. Returns at once; see ``wait``."""
-        if self._stop is not None:
-            self._stop()
+        self._stop()
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Block until the run ends; raises what it raised. TimeoutError after ``timeout_s`` seconds."""
@@ -136,19 +135,6 @@ class _Status:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """What an attempt starts from."""
-
-    tasks: tuple[Task, ...]
-    evaluation_tasks: tuple[Task, ...]
-    model: Any
-    dtypes: dict[str, str]
-    threads: int
-    created: datetime
-    """When the run began: what a chat template that prints the date prints, in every attempt."""
-
-
 class _Attempt:
     """One process's try at a run: prepares, builds, runs, and leaves nothing behind."""
 
@@ -158,11 +144,13 @@ class _Attempt:
         self._job: Job = resolved.job
         self._wants_panel = panel is not False
         self._interrupts = 0
+        self._source_changed = False
 
     def main(self) -> None:
-        _require_torch()
+        require_torch()
         tasks = validate_tasks(self._job.environment)
         evaluation_tasks = tuple(self._job.environment.evaluation_tasks())
+        self._require_one_sandbox_spec()
         folder = RunFolder.open(self._run.path, create=True)
         folder.lock()
         try:
@@ -186,12 +174,23 @@ class _Attempt:
         finally:
             folder.unlock()
 
+    def _require_one_sandbox_spec(self) -> None:
+        """A limit set for the job must not be overridden in silence by the environment's own."""
+        if self._job.environment.sandbox is None:
+            return
+        unused = [
+            f"{key} = {origin.value!r} (from {origin}) has no effect: the environment brings its own "
+            f"{self._job.environment.sandbox}"
+            for key, origin in self._resolved.provenance.items()
+            if key.startswith("sandbox.") and key != "sandbox.concurrency" and origin.source != "default"
+        ]
+        if unused:
+            raise ConfigError(unused, next_command="change the environment's sandbox=..., or remove it there")
+
     def _say_finished(self) -> None:
         if self._wants_panel:
             print(summary_of(self._run.records))
-            print(
-                f"run {self._run.id} is already finished; more steps continue it, --name NEW starts another"
-            )
+            print(f"run {self._run.id} is already finished: more steps continue it, --name NEW starts one")
 
     def _finished_already(self, folder: RunFolder) -> bool:
         done = checkpoints.committed(folder.checkpoints_dir)
@@ -200,28 +199,40 @@ class _Attempt:
 
     def _prepare(
         self, folder: RunFolder, tasks: tuple[Task, ...], evaluation_tasks: tuple[Task, ...]
-    ) -> _Start:
-        """Everything that can be refused is refused here."""
-        from palestra.models.dtypes import resolve_dtype
+    ) -> Start:
+        """Everything that can be refused before building is refused here."""
         from palestra.models.sources import resolve_model
 
         job = self._job
         model = resolve_model(job.model, progress=lambda line: print(f"palestra: {line}", file=sys.stderr))
-        recorded = folder.info.get("identity")
-        dtypes = (recorded or {}).get("dtypes") or {
-            "trainer": resolve_dtype(job.trainer.dtype),
-            "engine": resolve_dtype(job.engine.dtype),
-        }
+        info = folder.info
+        begun = bool(checkpoints.committed(folder.checkpoints_dir)) or any(
+            entry["kind"] == "draws" for entry in self._run.records.ledger()
+        )
+        recorded: dict[str, Any] | None = info.get("identity") if begun else None
+        dtypes = self._dtypes((recorded or {}).get("dtypes", {}))
         identity = identity_of(job, tasks, evaluation_tasks, model_digest=model.digest, dtypes=dtypes)
         if recorded is not None:
             self._require_same(recorded, identity)
+        source = source_digest(job.environment)
+        self._source_changed = begun and info.get("environment_source") not in (None, source)
         # A resumed run keeps its number of threads: sums in another order are other losses.
-        threads = job.threads or int(folder.info.get("threads") or len(os.sched_getaffinity(0)))
-        if recorded is None:
-            folder.update(identity=identity, model=job.model, name=job.name, threads=threads)
-        folder.update(steps=job.steps)
-        created = datetime.fromtimestamp(float(folder.info["created"]))
-        return _Start(tasks, evaluation_tasks, model, dtypes, threads, created)
+        kept = info.get("threads") if begun else None
+        threads = job.threads or int(kept or len(os.sched_getaffinity(0)))
+        folder.update(identity=identity, model=job.model, name=job.name, threads=threads, steps=job.steps,
+                      environment_source=source)  # fmt: skip
+        created = datetime.fromtimestamp(float(info["created"]))
+        return Start(tasks, evaluation_tasks, model, dtypes, threads, created)
+
+    def _dtypes(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        """The number types: as the job says, as the run began, or as measured now."""
+        from palestra.models.dtypes import resolve_dtype
+
+        trainer, engine = self._job.trainer.dtype, self._job.engine.dtype
+        return {
+            "trainer": recorded.get("trainer") if trainer == "auto" and recorded else resolve_dtype(trainer),
+            "engine": recorded.get("engine") if engine == "auto" and recorded else resolve_dtype(engine),
+        }
 
     def _require_same(self, recorded: dict[str, Any], identity: dict[str, Any]) -> None:
         changed = differences(recorded, identity)
@@ -235,7 +246,7 @@ class _Attempt:
             )
 
     def _run_attempt(
-        self, folder: RunFolder, writer: RunWriter, start: _Start, panel: LivePanel | None
+        self, folder: RunFolder, writer: RunWriter, start: Start, panel: LivePanel | None
     ) -> None:
         with _Status(folder, writer) as status:
             if panel is not None:
@@ -252,12 +263,12 @@ class _Attempt:
             print(summary_of(self._run.records))
 
     async def _supervise(
-        self, folder: RunFolder, writer: RunWriter, start: _Start, panel: LivePanel | None
+        self, folder: RunFolder, writer: RunWriter, start: Start, panel: LivePanel | None
     ) -> tuple[str, str]:
         async with AsyncExitStack() as stack:
-            build = _Build(self._job, start, self._run.id, stack)
-            pillars = await asyncio.to_thread(build.pillars, writer)
-            ledger, place = self._restore(folder, writer, pillars)
+            assembly = Assembly(self._job, start, self._run.id, stack)
+            pillars = await asyncio.to_thread(assembly.pillars, writer)
+            ledger, step = self._restore(folder, writer, pillars)
             controller = Controller(
                 self._job,
                 self._run.id,
@@ -265,22 +276,49 @@ class _Attempt:
                 start.evaluation_tasks,
                 pillars,
                 ledger,
-                place,
+                step,
                 folder.checkpoints_dir,
             )
-            loop = asyncio.get_running_loop()
-            self._run._stop = lambda: _call(loop, controller.stop.set)
-            self._watch_signals(loop, controller, folder, writer, panel)
+            self._let_it_stop(controller, asyncio.get_running_loop())
+            stack.enter_context(self._watch_signals(controller, folder, writer, panel))
             evaluated = frozenset((str(e["when"]), int(e["step"])) for e in self._run.records.evals())
+            if self._source_changed:
+                text = "the file that defines the reward changed: earlier steps were scored by another one"
+                writer.event("notice", text=text)
             if await controller.run(evaluated):
                 return "finished", f"{controller.step} steps"
-            return "stopped", f"asked to stop after step {controller.step}; the same command continues"
+            if not controller.stop.is_set():
+                lost = controller.step - controller.kept_step
+                return (
+                    "stopped",
+                    f"every episode of the last {lost} steps abstained; the same command redoes them",
+                )
+            return "stopped", f"asked to stop after step {controller.kept_step}; the same command continues"
 
-    def _restore(self, folder: RunFolder, writer: RunWriter, pillars: Pillars) -> tuple[Ledger, Place]:
+    def _let_it_stop(self, controller: Controller, loop: asyncio.AbstractEventLoop) -> None:
+        """From here on ``Run.stop`` reaches the controller; a request made before it is passed on."""
+
+        def stop() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(controller.stop.set)
+
+        self._run._stop = stop
+        if self._run._stop_asked.is_set():
+            controller.stop.set()
+
+    def _restore(self, folder: RunFolder, writer: RunWriter, pillars: Pillars) -> tuple[Ledger, int]:
         """The ledger as recorded, and the trainer's state at the newest checkpoint that is whole."""
         for name in checkpoints.sweep(folder.checkpoints_dir):
             writer.event("notice", text=f"removed a half-written checkpoint: {name}")
-        ledger = Ledger(self._job.prompts_per_step).replay(self._run.records.ledger())
+        try:
+            ledger = Ledger(self._job.prompts_per_step).replay(self._run.records.ledger())
+        except LedgerError as error:
+            raise RecordError(
+                f"the ledger of run {self._run.id} contradicts itself: {error}",
+                where=str(folder.path / "ledger"),
+                expected="the entries as they were written",
+                next_command="restore that folder from a copy, or start another run: --name NEW",
+            ) from error
         found = checkpoints.committed(folder.checkpoints_dir)
         for checkpoint in reversed(found):
             try:
@@ -288,193 +326,58 @@ class _Attempt:
             except PalestraError as error:
                 writer.event("notice", text=f"checkpoint {checkpoint.step} refused: {error.what}")
                 continue
-            state = checkpoint.loop_state()
             writer.event("state", state="resuming", reason=f"from checkpoint of step {checkpoint.step}")
-            return ledger, Place(step=int(state["step"]), seconds=float(state["seconds"]))
+            return ledger, checkpoint.step
         if found:
             raise RecordError(
                 f"none of the {len(found)} checkpoints of run {self._run.id} can be read",
                 where=str(folder.checkpoints_dir),
                 next_command="remove that folder to start again from the model, keeping the records",
             )
-        needed = checkpoint_bytes(pillars)
-        checkpoints.require_space(folder.checkpoints_dir, needed)
-        return ledger, Place()
+        checkpoints.require_space(folder.checkpoints_dir, checkpoint_bytes(pillars))
+        return ledger, 0
 
+    @contextmanager
     def _watch_signals(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        controller: Controller,
-        folder: RunFolder,
-        writer: RunWriter,
-        panel: LivePanel | None,
-    ) -> None:
-        """Once: finish the step and checkpoint. Twice: end now; records and checkpoints are whole."""
-        if threading.current_thread() is not threading.main_thread():
-            return
+        self, controller: Controller, folder: RunFolder, writer: RunWriter, panel: LivePanel | None
+    ) -> Iterator[None]:
+        """Once: finish the step and checkpoint. Twice: end now; records and checkpoints are whole.
 
-        def interrupt() -> None:
+        Plain signal handlers, so the second one works even while user code blocks the event loop.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+
+        def finish_step() -> None:
+            controller.stop.set()
+            writer.event("notice", text="stopping: finishing the step, then a checkpoint (again: at once)")
+
+        def end_now() -> None:
+            try:
+                reason = f"interrupted at once after step {controller.step}; the same command continues"
+                writer.event("state", state="stopped", reason=reason)
+                writer.flush(timeout_s=2)
+                if panel is not None:
+                    panel.stop()
+                folder.set_status("stopped", reason)
+                print(f"\npalestra: {reason}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(INTERRUPTED)
+
+        def handler(number: int, frame: object) -> None:
             self._interrupts += 1
             if self._interrupts == 1:
-                controller.stop.set()
-                writer.event(
-                    "notice",
-                    text="stopping: finishing the step under way, then a checkpoint (again: stop at once)",
-                )
+                loop.call_soon_threadsafe(finish_step)
                 return
-            reason = f"interrupted at once after step {controller.step}; the same command continues"
-            writer.event("state", state="stopped", reason=reason)
-            writer.flush(timeout_s=2)
-            if panel is not None:
-                panel.stop()
-            folder.set_status("stopped", reason)
-            print(f"\npalestra: {reason}", file=sys.stderr, flush=True)
-            os._exit(INTERRUPTED)
+            # In a thread: the interrupted code may hold the writer's lock.
+            threading.Thread(target=end_now, daemon=True).start()
+            threading.Timer(5.0, os._exit, (INTERRUPTED,)).start()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-
-
-def _call(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-    """Ask ``loop``, from any thread, to call ``what``; a loop that has ended has nothing to stop."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(what)
-
-
-def checkpoint_bytes(pillars: Pillars) -> int:
-    """About what one checkpoint takes: fp32 masters, two Adam moments, and the exported model."""
-    parameters = sum(tensor.numel() for _, tensor in pillars.trainer.export())
-    return parameters * (4 * 3 + 4)
-
-
-def _require_torch() -> None:
-    for module in ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "xxhash"):
+        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            __import__(module)
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(module, "torch") from error
-
-
-class _Build:
-    """Builds the pillars of one attempt; everything opened is closed by the exit stack."""
-
-    def __init__(self, job: Job, start: _Start, run_id: str, stack: AsyncExitStack) -> None:
-        self._job = job
-        self._start = start
-        self._run_id = run_id
-        self._stack = stack
-
-    def pillars(self, writer: RunWriter) -> Pillars:
-        from palestra.algorithms.advantages import group_advantages
-        from palestra.algorithms.packing import pack
-        from palestra.environments.chat import Chat
-        from palestra.environments.runner import run_episode
-        from palestra.environments.worker import RewardWorkers
-        from palestra.models.tokenizer import Tokenizer
-        from palestra.rollouts.native.engine import NativeEngine
-        from palestra.trainer.torch_trainer import TorchTrainer
-        from palestra.weights.sync import WeightSync
-
-        job, start = self._job, self._start
-        folder: Path = start.model.folder
-        tokenizer = Tokenizer.from_folder(folder)
-        chat = Chat(tokenizer, job.chat_template, now=start.created)
-        context = _context(job, folder)
-        _require_prompts_fit(chat, start.tasks + start.evaluation_tasks, context)
-        host = self._sandbox_host()
-        trainer = TorchTrainer(folder, _trainer_settings(job, start))
-        self._stack.callback(trainer.close)
-        engine = NativeEngine(
-            folder,
-            dtype=start.dtypes["engine"],  # type: ignore[arg-type]  # a recorded DtypeName
-            threads=start.threads,
-            max_running=job.engine.max_running,
-            context_tokens=job.engine.context_tokens,
-        )
-        self._stack.push_async_callback(engine.close)
-        workers = RewardWorkers()
-        self._stack.push_async_callback(workers.close)
-        algorithm, deadlines = job.algorithm, job.deadlines
-
-        async def episode(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
-            return await run_episode(
-                job.environment,
-                task,
-                id=name,
-                engine=engine,
-                chat=chat,
-                sampling=sampling,
-                sandbox_host=host,
-                sandbox_spec=job.sandbox.spec(),
-                workers=workers,
-                deadline_s=deadlines.episode_s,
-                reward_deadline_s=deadlines.reward_s,
-                context_tokens=context,
-            )
-
-        def advantages(rewards: Sequence[float]) -> list[float]:
-            return group_advantages(
-                rewards, normalize_std=algorithm.normalize_std, epsilon=algorithm.std_epsilon
-            )
-
-        def describe(trajectory: Trajectory) -> tuple[str, str]:
-            prompt = [t for turn in trajectory.turns[:1] for t in turn.token_ids]
-            rest = [t for turn in trajectory.turns[1:] for t in turn.token_ids]
-            return tokenizer.decode(prompt), tokenizer.decode(rest)
-
-        sync = WeightSync(trainer, engine, self._probe(chat), start.dtypes["engine"])
-        return Pillars(engine, trainer, sync, episode, advantages, pack, describe, writer)
-
-    def _sandbox_host(self) -> Any:
-        from palestra.sandboxes.bubblewrap import BubblewrapHost
-
-        host = BubblewrapHost(concurrency=self._job.sandbox.concurrency)
-        if self._job.environment.sandbox is not None:
-            host.probe()
-        self._stack.push_async_callback(host.close)
-        return host
-
-    def _probe(self, chat: Any) -> tuple[int, ...]:
-        """Probe tokens: the first prompt's last 32, seeded by nothing: the same for every version."""
-        ids = chat.first(self._start.tasks[0].chat)
-        return tuple(ids[-32:]) if len(ids) >= 2 else tuple(ids) * 2
-
-
-def _context(job: Job, folder: Path) -> int:
-    from palestra.models.config import ModelConfig
-
-    model = ModelConfig.from_folder(folder).max_positions
-    return min(job.engine.context_tokens or model, model)
-
-
-def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: int = 2000) -> None:
-    """Refuse the job before it starts if a prompt leaves no room (the first ``most`` are measured)."""
-    lengths = [(len(chat.first(task.chat)), task) for task in tasks[:most]]
-    longest, task = max(lengths, key=lambda pair: pair[0])
-    if longest >= context:
-        over = sum(length >= context for length, _ in lengths)
-        raise ConfigError(
-            [
-                f"{over} of {len(lengths)} prompts do not fit: the longest (task {task.id}) has {longest} "
-                f"tokens, and the context holds {context}, completion included"
-            ],
-            next_command="shorten the prompts, raise engine.context_tokens, or take a longer-context model",
-        )
-
-
-def _trainer_settings(job: Job, start: _Start) -> Any:
-    from palestra.trainer.settings import TrainerSettings
-
-    optimizer = job.optimizer
-    return TrainerSettings(
-        dtype=start.dtypes["trainer"],  # type: ignore[arg-type]  # a recorded DtypeName
-        rollout_dtype=start.dtypes["engine"],  # type: ignore[arg-type]
-        threads=start.threads,
-        micro_batch_tokens=job.trainer.micro_batch_tokens,
-        beta1=optimizer.beta1,
-        beta2=optimizer.beta2,
-        epsilon=optimizer.epsilon,
-        weight_decay=optimizer.weight_decay,
-        grad_clip=optimizer.grad_clip,
-        seed=derive_seed(job.seed, "trainer"),
-    )
+            yield
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)

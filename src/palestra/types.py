@@ -523,9 +523,6 @@ class Version:
             raise ValueError(f"not a version: {text!r} (expected run@number, for example quickstart@3)")
         return cls(match["run"], int(match["number"]))
 
-    def next(self) -> Version:
-        return Version(self.run, self.number + 1)
-
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:

@@ -18,7 +18,7 @@ from palestra.environments.base import Environment
 from palestra.errors import RunStopped
 from palestra.job import GRPO, Checkpoints, Evaluation, Job, Limits, TrainerConfig
 from palestra.loop import checkpoints
-from palestra.loop.controller import Controller, Pillars, Place
+from palestra.loop.controller import Controller, Pillars
 from palestra.loop.ledger import Ledger
 from palestra.types import Outcome, SamplingParams, Task, Trajectory
 from palestra.weights.sync import WeightSync
@@ -67,6 +67,10 @@ class Disk:
         yield
         self._write()
 
+    def flush(self, timeout_s: float = 5) -> bool:
+        self._write()
+        return True
+
     def event(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
         if kind == "state":
             self.states.append((fields["state"], fields["reason"]))
@@ -110,10 +114,10 @@ class Attempt:
         self.engine = MirrorEngine()
         found = checkpoints.committed(root)
         checkpoints.sweep(root)
-        place = Place()
+        step = 0
         if found:
             self.trainer.load_state(found[-1].trainer_folder)
-            place = Place(step=int(found[-1].loop_state()["step"]))
+            step = found[-1].step
 
         async def episode(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
             return trajectory(name, outcome(name, sampling.seed), task=task, version=self.trainer.updates)
@@ -123,7 +127,7 @@ class Attempt:
             centred, pack, lambda t: ("prompt", "reply"), disk,  # type: ignore[arg-type]
         )  # fmt: skip
         ledger = Ledger(job.prompts_per_step).replay(disk.entries)
-        self.controller = Controller(job, "r", TASKS, HELD_OUT, pillars, ledger, place, root)
+        self.controller = Controller(job, "r", TASKS, HELD_OUT, pillars, ledger, step, root)
 
     async def run(self) -> bool:
         done = frozenset((str(e["when"]), int(e["step"])) for e in self.disk.evals)

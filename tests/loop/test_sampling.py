@@ -35,7 +35,7 @@ class Runner:
 async def groups_of_step(step: int, runner: Runner, deadline_s: float = 5.0) -> list:
     draws = draws_of_step(step, prompts_per_step=2, tasks=5, seed=3)
     return await sample_groups(
-        draws, TASKS, runner, group_size=3, seed=3, sampling=SAMPLING, deadline_s=deadline_s
+        draws, TASKS, runner, group_size=3, seed=3, sampling=SAMPLING, deadline_s=deadline_s, most_at_once=64
     )
 
 
@@ -84,7 +84,7 @@ async def test_an_episode_beyond_the_steps_deadline_abstains_and_is_cancelled() 
 async def test_a_stop_cancels_everything_and_gives_no_result() -> None:
     runner, stop = Runner(hang="x"), asyncio.Event()
     wanted = [Wanted(TASKS[0], f"x{i}", SAMPLING) for i in range(4)]
-    waiting = asyncio.ensure_future(run_all(wanted, runner, deadline_s=60, stop=stop))
+    waiting = asyncio.ensure_future(run_all(wanted, runner, deadline_s=60, most_at_once=64, stop=stop))
     await asyncio.sleep(0.05)
     stop.set()
     assert await asyncio.wait_for(waiting, 5) is None
@@ -97,7 +97,7 @@ async def test_evaluation_keeps_greedy_and_sampled_apart() -> None:
 
     result = await evaluate(
         TASKS, run, when="before", step=0, samples=2, greedy=True, seed=0, sampling=SAMPLING,
-        reward_range=(0.0, 1.0), deadline_s=5, stop=asyncio.Event(),
+        reward_range=(0.0, 1.0), deadline_s=5, most_at_once=4, stop=asyncio.Event(),
     )  # fmt: skip
     assert result is not None
     assert result.sampled is not None
@@ -115,7 +115,7 @@ async def test_evaluation_leaves_abstentions_out_and_counts_them() -> None:
 
     result = await evaluate(
         TASKS, run, when="after", step=9, samples=1, greedy=False, seed=0, sampling=SAMPLING,
-        reward_range=(0.0, 1.0), deadline_s=5, stop=asyncio.Event(),
+        reward_range=(0.0, 1.0), deadline_s=5, most_at_once=4, stop=asyncio.Event(),
     )  # fmt: skip
     assert result is not None
     assert result.abstained == 1
@@ -130,6 +130,6 @@ async def test_evaluation_seeds_do_not_depend_on_when_it_runs() -> None:
     for runner, when in ((before, "before"), (after, "after")):
         await evaluate(
             TASKS, runner, when=when, step=0, samples=2, greedy=False, seed=1, sampling=SAMPLING,
-            reward_range=(0.0, 1.0), deadline_s=5, stop=asyncio.Event(),
+            reward_range=(0.0, 1.0), deadline_s=5, most_at_once=4, stop=asyncio.Event(),
         )  # fmt: skip
     assert before.asked == after.asked

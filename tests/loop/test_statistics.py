@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.loop.statistics import Interval, mean_interval, student_t95, wilson_interval
+from palestra.loop.statistics import mean_interval, student_t95, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -64,10 +63,3 @@ def test_intervals_cover_the_truth_about_as_often_as_they_claim() -> None:
         interval = mean_interval(samples, 0, 1)
         covered += interval.low <= 0.5 <= interval.high
     assert 0.92 <= covered / 600 <= 0.98
-
-
-def test_overlap_is_symmetric_and_touching_counts() -> None:
-    left, right = Interval(0.2, 0.1, 0.3, 5), Interval(0.4, 0.3, 0.5, 5)
-    assert left.overlaps(right)
-    assert right.overlaps(left)
-    assert not left.overlaps(Interval(0.9, math.nextafter(0.3, 1), 1.0, 5))

@@ -56,7 +56,8 @@ def sweep(root: Path) -> list[str]:
     """Remove what a killed run left half written; returns the names removed."""
     if not root.is_dir():
         return []
-    rubbish = [f for f in root.iterdir() if f.is_dir() and not (f / MARKER).is_file()]
+    whole = {checkpoint.folder for checkpoint in committed(root)}
+    rubbish = [folder for folder in root.iterdir() if folder.is_dir() and folder not in whole]
     for folder in rubbish:
         shutil.rmtree(folder)
     return sorted(folder.name for folder in rubbish)
@@ -103,6 +104,7 @@ def write(root: Path, step: int, trainer: Trainer, loop_state: Mapping[str, Any]
             raise
         raise disk_error(f"writing the checkpoint of step {step}", root, cause) from error
     for old in committed(root)[: -max(1, keep)]:
+        (old.folder / MARKER).unlink()  # killed while removing, it is no checkpoint any more
         shutil.rmtree(old.folder)
     return Checkpoint(step, final)
 

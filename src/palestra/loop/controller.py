@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.errors import RunStopped, TrainerError
+from palestra.errors import RunStopped, TrainerError, WeightsError
 from palestra.job import Job
 from palestra.loop import checkpoints
 from palestra.loop.draws import draws_of_step
@@ -30,7 +31,7 @@ from palestra.loop.verdict import Signal, Verdict, judge, step_metrics
 from palestra.records.writer import RunWriter
 from palestra.rollouts.base import Engine
 from palestra.trainer.base import StepReport, Trainer
-from palestra.types import Batch, Group, LossSpec, SamplingParams, Task, Trajectory, Version
+from palestra.types import UNVERSIONED, Batch, Group, LossSpec, SamplingParams, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from palestra.weights.sync import SyncReport, WeightSync
@@ -54,20 +55,12 @@ class Pillars:
     writer: RunWriter
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run stands: everything the loop itself must remember across a restart."""
-
-    step: int = 0
-    seconds: float = 0.0
-    """Wall-clock seconds of the attempts so far, up to the checkpoint."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "seconds": self.seconds}
-
-
 class Controller:
-    """Runs one job's steps from ``place``. ``stop`` ends it after the step under way."""
+    """Runs one job's steps after ``step``. ``stop`` ends it after the step under way.
+
+    A step in which nothing but abstentions came back is not kept: a checkpoint is
+    taken at the last step before such a tail, so a restarted run samples its prompts again.
+    """
 
     def __init__(
         self,
@@ -77,7 +70,7 @@ class Controller:
         evaluation_tasks: Sequence[Task],
         pillars: Pillars,
         ledger: Ledger,
-        place: Place,
+        step: int,
         checkpoints_dir: Path,
     ) -> None:
         self._job = job
@@ -87,15 +80,11 @@ class Controller:
         self._p = pillars
         self._ledger = ledger
         self._root = checkpoints_dir
-        self._step = place.step
+        self._step = self._kept_step = self._saved_step = step
         self._starved = 0
         self._skipped = 0
-        self._before_s = place.seconds
-        self._started = time.monotonic()
-        self._saved_step = place.step
-        self._ever_rewarded = place.step > 0
+        self._ever_rewarded = step > 0
         self.stop = asyncio.Event()
-        self.evals: list[EvalResult] = []
         self._sampling = SamplingParams(
             max_new_tokens=job.sampling.max_new_tokens,
             temperature=job.sampling.temperature,
@@ -103,6 +92,7 @@ class Controller:
             top_k=job.sampling.top_k,
             stop=tuple(job.sampling.stop),
         )
+        self._most_at_once = 2 * job.engine.max_running
         self._loss = LossSpec("policy", job.algorithm.clip_low, job.algorithm.clip_high)
 
     @property
@@ -111,9 +101,9 @@ class Controller:
         return self._step
 
     @property
-    def place(self) -> Place:
-        seconds = self._before_s + time.monotonic() - self._started
-        return Place(self._step, seconds)
+    def kept_step(self) -> int:
+        """The last step that a checkpoint keeps: no tail of abstentions."""
+        return self._kept_step
 
     @property
     def version(self) -> Version:
@@ -132,7 +122,7 @@ class Controller:
         if self._job.evaluation.before and self._step == 0:
             await self._evaluate("before", evaluated)
         await self._steps(evaluated)
-        finished = self._step >= self._job.steps
+        finished = self._kept_step >= self._job.steps
         self.save()
         if finished and self._job.evaluation.after:
             await self._evaluate("after", evaluated)
@@ -152,21 +142,19 @@ class Controller:
                 await self._evaluate("during", evaluated)
 
     def save(self) -> None:
-        """Commit a checkpoint of the last finished step, unless there is one (step 0 is the source model)."""
-        if self._saved_step == self._step:
+        """Commit a checkpoint of the last kept step, unless there is one (step 0 is the source model)."""
+        step = self._kept_step
+        if self._saved_step == step:
             return
-        self._state("checkpointing", f"step {self._step}")
-        with self._p.writer.span("checkpoint", step=self._step):
+        self._state("checkpointing", f"step {step}")
+        self._p.writer.flush()  # what a restarted run will not do again must be on the disk before
+        with self._p.writer.span("checkpoint", step=step):
             started = time.perf_counter()
-            checkpoints.write(
-                self._root, self._step, self._p.trainer, self._loop_state(), self._job.checkpoints.keep
-            )
-        self._saved_step = self._step
-        self._entry(EntryKind.CHECKPOINT, self._step)
+            state = {"step": step, "version": str(self.version)}
+            checkpoints.write(self._root, step, self._p.trainer, state, self._job.checkpoints.keep)
+        self._saved_step = step
+        self._entry(EntryKind.CHECKPOINT, step)
         self._metrics({"time/checkpoint_s": time.perf_counter() - started})
-
-    def _loop_state(self) -> dict[str, Any]:
-        return {**self.place.to_json(), "version": str(self.version)}
 
     async def _one_step(self, step: int) -> None:
         started = time.perf_counter()
@@ -178,11 +166,12 @@ class Controller:
         self._report_abstentions(step, verdict)
         metrics |= await self._train(step, groups, verdict)
         self._step = step
+        if verdict.signal is not Signal.ABSTAINED:
+            self._kept_step = step
         metrics["time/step_s"] = time.perf_counter() - started
         self._metrics(metrics)
         self._check_limits(verdict)
-        every = self._job.checkpoints.every_steps
-        if every and step % every == 0 and step < self._job.steps:
+        if step % self._job.checkpoints.every_steps == 0 and step < self._job.steps:
             self.save()
 
     async def _generate(self, step: int) -> tuple[list[Group], dict[str, float]]:
@@ -204,6 +193,7 @@ class Controller:
                 seed=job.seed,
                 sampling=self._sampling,
                 deadline_s=job.deadlines.step_s,
+                most_at_once=self._most_at_once,
             )
         seconds = time.perf_counter() - started
         after = self._p.engine.stats()
@@ -225,13 +215,14 @@ class Controller:
                 EntryKind.UPDATE, step, version=self.version.number, applied=False, why=verdict.reason
             )
             return {"time/train_s": 0.0, "time/sync_s": 0.0}
+        self._require_on_policy(step, groups)
         batch = self._p.pack(groups, verdict.advantages, self._sampling)
         if batch is None:
             raise TrainerError(f"step {step} has advantages but no trainable token")
         self._state("training", f"step {step}: {batch.target_count} tokens")
         rate = self._rate(step)
         with self._p.writer.span("train", step=step, version=self.version.number):
-            report = await asyncio.to_thread(self._p.trainer.step, batch, self._loss, rate)
+            report = await asyncio.to_thread(self._update, batch, rate)
         self._starved = 0
         why = "" if report.applied else "loss or gradient was not finite"
         self._entry(
@@ -253,6 +244,28 @@ class Controller:
         with self._p.writer.span("sync", step=step, version=self.version.number):
             sync = await self._p.sync.serve(self.version)
         return {**metrics, **_sync_metrics(sync), "time/sync_s": time.perf_counter() - started}
+
+    def _require_on_policy(self, step: int, groups: Sequence[Group]) -> None:
+        """Nothing corrects for staleness, so a token of another version must not be trained."""
+        now = self.version.number
+        sampled = {v for group in groups for t in group.trajectories for v in t.versions if v != UNVERSIONED}
+        if sampled - {now}:
+            raise WeightsError(
+                f"step {step} trains version {now}, but tokens were sampled by versions {sorted(sampled)}",
+                expected=f"every token sampled by version {now}",
+                next_command="run the same command again: it continues from the last checkpoint",
+            )
+
+    def _update(self, batch: Batch, rate: float) -> StepReport:
+        """All updates from one batch; from the second on, the ratio is to the policy before the first."""
+        updates = self._job.algorithm.updates_per_step
+        if updates > 1:
+            batch = replace(batch, old_logprobs_N=array("f", self._p.trainer.logprobs(batch)))
+        report = self._p.trainer.step(batch, self._loss, rate)
+        for _ in range(updates - 1):
+            if report.applied:
+                report = self._p.trainer.step(batch, self._loss, rate)
+        return report
 
     def _rate(self, step: int) -> float:
         optimizer = self._job.optimizer
@@ -281,14 +294,15 @@ class Controller:
             raise RunStopped(
                 f"{self._starved} steps in a row taught nothing: {verdict.reason}",
                 expected="groups whose members' rewards differ: tasks the model sometimes solves",
-                next_command="try easier or harder tasks, a larger algorithm.group_size, "
-                "or raise limits.max_starved_steps",
+                next_command="try easier or harder tasks or a larger algorithm.group_size in a new run "
+                "(--name NEW), or raise limits.max_starved_steps and continue",
                 detail=verdict.abstentions[0].detail if verdict.abstentions else "",
             )
         if self._skipped > self._job.trainer.max_skipped_updates:
             raise RunStopped(
                 f"{self._skipped} updates in a row were skipped because loss or gradient was not finite",
-                next_command="--set optimizer.learning_rate=... (lower), or trainer.dtype=fp32",
+                next_command="a new run (--name NEW) with a lower optimizer.learning_rate "
+                "or trainer.dtype=fp32",
             )
 
     async def _evaluate(self, when: When, evaluated: frozenset[tuple[str, int]]) -> None:
@@ -309,10 +323,22 @@ class Controller:
                 sampling=self._sampling,
                 reward_range=self.reward_range,
                 deadline_s=self._job.deadlines.step_s,
+                most_at_once=self._most_at_once,
                 stop=self.stop,
             )
-        if result is not None:
+        if result is None:
+            return
+        if result.scored:
             self._record_evaluation(result)
+            return
+        first = result.first_abstention
+        raise RunStopped(
+            f"no episode of the evaluation {when} training got a reward: {first.reason}",
+            where=f"the {first.boundary} boundary",
+            expected="a reward from at least one held-out task",
+            next_command="mend it and run the same command",
+            detail=first.detail,
+        )
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -323,7 +349,6 @@ class Controller:
             self._record(result.step, "eval", "eval", trajectory, None)
         entry = result.to_json() | {"version": str(self.version)}
         self._p.writer.evaluation(entry)
-        self.evals.append(result)
         values: dict[str, float] = {"tokens/eval": float(result.tokens)}
         for name, interval in (("sampled", result.sampled), ("greedy", result.greedy)):
             if interval is not None:

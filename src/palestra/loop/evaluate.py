@@ -10,6 +10,8 @@ weights.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -17,7 +19,7 @@ from typing import Any, Literal
 from palestra.loop.draws import derive_seed
 from palestra.loop.sampling import EpisodeRunner, Wanted, run_all
 from palestra.loop.statistics import Interval, mean_interval
-from palestra.types import Reward, SamplingParams, Task, Trajectory
+from palestra.types import Abstain, Reward, SamplingParams, Task, Trajectory
 
 When = Literal["before", "during", "after"]
 
@@ -30,9 +32,20 @@ class EvalResult:
     step: int
     sampled: Interval | None
     greedy: Interval | None
+    tasks: str
+    """How many tasks were scored and which: equal texts mean comparable results."""
     abstained: int
     tokens: int
     trajectories: tuple[Trajectory, ...]
+
+    @property
+    def scored(self) -> bool:
+        return self.sampled is not None or self.greedy is not None
+
+    @property
+    def first_abstention(self) -> Abstain:
+        """Of the first episode that abstained; only asked where none was scored."""
+        return next(t.outcome for t in self.trajectories if isinstance(t.outcome, Abstain))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -40,6 +53,7 @@ class EvalResult:
             "step": self.step,
             "sampled": asdict(self.sampled) if self.sampled else None,
             "greedy": asdict(self.greedy) if self.greedy else None,
+            "tasks": self.tasks,
             "abstained": self.abstained,
             "tokens": self.tokens,
         }
@@ -56,6 +70,12 @@ def _wanted(
         if greedy:
             wanted.append(Wanted(task, f"e-{task.id}.greedy", replace(sampling, temperature=0.0)))
     return wanted
+
+
+def _scored_tasks(values_by_task: dict[str, list[float]]) -> str:
+    scored = [name for name, values in values_by_task.items() if values]
+    digest = hashlib.sha256("".join(scored).encode()).hexdigest()[:12]
+    return f"{len(scored)} tasks, digest {digest}"
 
 
 def _interval(values_by_task: list[list[float]], reward_range: tuple[float, float]) -> Interval | None:
@@ -75,11 +95,16 @@ async def evaluate(
     sampling: SamplingParams,
     reward_range: tuple[float, float],
     deadline_s: float,
+    most_at_once: int,
     stop: asyncio.Event,
 ) -> EvalResult | None:
-    """Measure; None if ``stop`` was set meanwhile (a partial evaluation is no evaluation)."""
+    """Measure; None if ``stop`` was set meanwhile (a partial evaluation is no evaluation).
+
+    ``deadline_s`` seconds are allowed for every ``most_at_once`` episodes.
+    """
     wanted = _wanted(tasks, samples=samples, greedy=greedy, seed=seed, sampling=sampling)
-    trajectories = await run_all(wanted, run, deadline_s=deadline_s, stop=stop)
+    whole_s = deadline_s * math.ceil(len(wanted) / most_at_once)
+    trajectories = await run_all(wanted, run, deadline_s=whole_s, most_at_once=most_at_once, stop=stop)
     if trajectories is None:
         return None
     sampled: dict[str, list[float]] = {task.hash: [] for task in tasks}
@@ -93,6 +118,7 @@ async def evaluate(
         step=step,
         sampled=_interval(list(sampled.values()), reward_range),
         greedy=_interval(list(best.values()), reward_range) if greedy else None,
+        tasks=_scored_tasks(sampled if samples else best),
         abstained=sum(not isinstance(t.outcome, Reward) for t in trajectories),
         tokens=sum(t.sampled_count for t in trajectories),
         trajectories=tuple(trajectories),

@@ -52,14 +52,23 @@ async def run_all(
     run: EpisodeRunner,
     *,
     deadline_s: float,
+    most_at_once: int,
     stop: asyncio.Event | None = None,
 ) -> list[Trajectory] | None:
-    """Run every wanted episode at once; results in the order asked.
+    """Run every wanted episode, ``most_at_once`` at a time; results in the order asked.
+
+    They begin in the order asked, so an episode's own deadline starts when it does.
 
     What is unfinished after ``deadline_s`` seconds is cancelled and abstains. If
     ``stop`` is set meanwhile, everything is cancelled and the answer is None.
     """
-    tasks = [asyncio.ensure_future(run(w.task, w.id, w.sampling)) for w in wanted]
+    places = asyncio.Semaphore(most_at_once)
+
+    async def one(asked: Wanted) -> Trajectory:
+        async with places:
+            return await run(asked.task, asked.id, asked.sampling)
+
+    tasks = [asyncio.ensure_future(one(w)) for w in wanted]
     stopper = asyncio.ensure_future(stop.wait()) if stop is not None else None
     try:
         finished = asyncio.ensure_future(asyncio.wait(tasks, timeout=deadline_s))
@@ -95,6 +104,7 @@ async def sample_groups(
     seed: int,
     sampling: SamplingParams,
     deadline_s: float,
+    most_at_once: int,
 ) -> list[Group]:
     """One group per draw, in order. Two members of a group never see different tasks."""
     wanted = [
@@ -102,7 +112,7 @@ async def sample_groups(
         for d in draws
         for w in wanted_of_draw(d, tasks[d.task_index], group_size=group_size, seed=seed, sampling=sampling)
     ]
-    trajectories = await run_all(wanted, run, deadline_s=deadline_s)
+    trajectories = await run_all(wanted, run, deadline_s=deadline_s, most_at_once=most_at_once)
     assert trajectories is not None  # without a stop event there is always an answer
     return [
         Group(

@@ -18,8 +18,8 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup_steps: int, sche
         return peak * step / warmup_steps
     if schedule == "constant":
         return peak
-    span = max(1, steps - warmup_steps + 1)
-    progress = min(1.0, max(0, step - max(1, warmup_steps)) / span)
+    first = max(1, warmup_steps)
+    progress = min(1.0, (step - first) / max(1, steps - first + 1))
     if schedule == "linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -23,9 +23,6 @@ class Interval:
     high: float
     n: int
 
-    def overlaps(self, other: Interval) -> bool:
-        return self.low <= other.high and other.low <= self.high
-
 
 def student_t95(degrees: int) -> float:
     """Two-sided 95 % quantile of Student's t: Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5).

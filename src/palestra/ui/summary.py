@@ -36,6 +36,8 @@ def verdict_sentence(before: Mapping[str, Any] | None, after: Mapping[str, Any] 
     """What the sampled intervals allow to say."""
     if not (before and after and before.get("sampled") and after.get("sampled")):
         return "Held-out reward was not measured both before and after training."
+    if before.get("tasks") != after.get("tasks"):
+        return f"Not comparable: {before.get('tasks')} were scored before, {after.get('tasks')} after."
     first, last = before["sampled"], after["sampled"]
     if last["low"] > first["high"]:
         return "The sampled held-out reward rose, and its 95 % intervals do not overlap."
@@ -76,6 +78,9 @@ def summary_of(reader: RunReader) -> str:
         )
         lines.append(_row("sampled", before, after, "sampled"))
         lines.append(_row("greedy", before, after, "greedy"))
+        lost = [(e or {}).get("abstained", 0) for e in (before, after)]
+        if any(lost):
+            lines.append(f"  abstained {lost[0]:<24} ->  {lost[1]}   (episodes without a verdict, left out)")
     lines += _training(reader)
     done = [path for _, path, complete in reader.checkpoints() if complete]
     if done:

@@ -1,0 +1,177 @@
+"""The pillars of a run, built from a job: the one module that knows every implementation.
+
+Nothing here starts, samples or trains. Whatever is opened is handed to an exit
+stack, so an attempt that fails half-way closes what it had. Torch is imported
+when something is built, so reading runs stays light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import ConfigError, MissingExtraError
+from palestra.job import Job
+from palestra.loop.controller import Pillars
+from palestra.models.sources import LocalModel
+from palestra.records.writer import RunWriter
+from palestra.types import SamplingParams, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an attempt starts from."""
+
+    tasks: tuple[Task, ...]
+    evaluation_tasks: tuple[Task, ...]
+    model: LocalModel
+    dtypes: dict[str, Any]
+    """Of the trainer and of the engine: fp32 or bf16."""
+    threads: int
+    created: datetime
+    """When the run began: what a chat template that prints the date prints, in every attempt."""
+
+
+def checkpoint_bytes(pillars: Pillars) -> int:
+    """About what one checkpoint takes: fp32 masters, two Adam moments, and the exported model."""
+    parameters = sum(tensor.numel() for _, tensor in pillars.trainer.export())
+    return parameters * (4 * 3 + 4)
+
+
+def require_torch() -> None:
+    for module in ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "xxhash"):
+        try:
+            __import__(module)
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(module, "torch") from error
+
+
+class Assembly:
+    """Builds the pillars of one attempt; everything opened is closed by the exit stack."""
+
+    def __init__(self, job: Job, start: Start, run_id: str, stack: AsyncExitStack) -> None:
+        self._job = job
+        self._start = start
+        self._run_id = run_id
+        self._stack = stack
+
+    def pillars(self, writer: RunWriter) -> Pillars:
+        from palestra.algorithms.advantages import group_advantages
+        from palestra.algorithms.packing import pack
+        from palestra.environments.chat import Chat
+        from palestra.environments.runner import run_episode
+        from palestra.environments.worker import RewardWorkers
+        from palestra.models.tokenizer import Tokenizer
+        from palestra.rollouts.native.engine import NativeEngine
+        from palestra.trainer.torch_trainer import TorchTrainer
+        from palestra.weights.sync import WeightSync
+
+        job, start = self._job, self._start
+        folder: Path = start.model.folder
+        tokenizer = Tokenizer.from_folder(folder)
+        chat = Chat(tokenizer, job.chat_template, now=start.created)
+        context = _context(job, folder)
+        for tasks in (start.tasks, start.evaluation_tasks):
+            _require_prompts_fit(chat, tasks, context)
+        host = self._sandbox_host()
+        trainer = TorchTrainer(folder, _trainer_settings(job, start))
+        self._stack.callback(trainer.close)
+        engine = NativeEngine(
+            folder,
+            dtype=start.dtypes["engine"],  # type: ignore[arg-type]  # a recorded DtypeName
+            threads=start.threads,
+            max_running=job.engine.max_running,
+            context_tokens=job.engine.context_tokens,
+        )
+        self._stack.push_async_callback(engine.close)
+        workers = RewardWorkers()
+        self._stack.push_async_callback(workers.close)
+        algorithm, deadlines = job.algorithm, job.deadlines
+
+        async def episode(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
+            return await run_episode(
+                job.environment,
+                task,
+                id=name,
+                engine=engine,
+                chat=chat,
+                sampling=sampling,
+                sandbox_host=host,
+                sandbox_spec=job.sandbox.spec(),
+                workers=workers,
+                deadline_s=deadlines.episode_s,
+                reward_deadline_s=deadlines.reward_s,
+                context_tokens=context,
+            )
+
+        def advantages(rewards: Sequence[float]) -> list[float]:
+            return group_advantages(
+                rewards, normalize_std=algorithm.normalize_std, epsilon=algorithm.std_epsilon
+            )
+
+        def describe(trajectory: Trajectory) -> tuple[str, str]:
+            prompt = [t for turn in trajectory.turns[:1] for t in turn.token_ids]
+            rest = [t for turn in trajectory.turns[1:] for t in turn.token_ids]
+            return tokenizer.decode(prompt), tokenizer.decode(rest)
+
+        sync = WeightSync(trainer, engine, self._probe(chat), start.dtypes["engine"])
+        return Pillars(engine, trainer, sync, episode, advantages, pack, describe, writer)
+
+    def _sandbox_host(self) -> Any:
+        from palestra.sandboxes.bubblewrap import BubblewrapHost
+
+        host = BubblewrapHost(concurrency=self._job.sandbox.concurrency)
+        if self._job.environment.sandbox is not None:
+            host.probe()
+        self._stack.push_async_callback(host.close)
+        return host
+
+    def _probe(self, chat: Any) -> tuple[int, ...]:
+        """Probe tokens: the first prompt's last 32, seeded by nothing: the same for every version."""
+        ids = chat.first(self._start.tasks[0].chat)
+        return tuple(ids[-32:]) if len(ids) >= 2 else tuple(ids) * 2
+
+
+def _context(job: Job, folder: Path) -> int:
+    from palestra.models.config import ModelConfig
+
+    model = ModelConfig.from_folder(folder).max_positions
+    return min(job.engine.context_tokens or model, model)
+
+
+def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: int = 2000) -> None:
+    """Refuse the job before it starts if a prompt leaves no room (the first ``most`` are measured)."""
+    lengths = [(len(chat.first(task.chat)), task) for task in tasks[:most]]
+    if not lengths:
+        return
+    longest, task = max(lengths, key=lambda pair: pair[0])
+    if longest >= context:
+        over = sum(length >= context for length, _ in lengths)
+        raise ConfigError(
+            [
+                f"{over} of {len(lengths)} prompts do not fit: the longest (task {task.id}) has {longest} "
+                f"tokens, and the context holds {context}, completion included"
+            ],
+            next_command="shorten the prompts, raise engine.context_tokens, or take a longer-context model",
+        )
+
+
+def _trainer_settings(job: Job, start: Start) -> Any:
+    from palestra.trainer.settings import TrainerSettings
+
+    optimizer = job.optimizer
+    return TrainerSettings(
+        dtype=start.dtypes["trainer"],  # type: ignore[arg-type]  # a recorded DtypeName
+        rollout_dtype=start.dtypes["engine"],  # type: ignore[arg-type]
+        threads=start.threads,
+        micro_batch_tokens=job.trainer.micro_batch_tokens,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        grad_clip=optimizer.grad_clip,
+    )
