@@ -47,6 +47,10 @@ def play(
     return Episode(task, "g0.1", engine=engine, chat=chat, sampling=sampling, **more), engine
 
 
+def failed_in(episode: Episode) -> list[Boundary | None]:
+    return [error.boundary for error in episode.unresolved.values()]
+
+
 def joined(episode: Episode) -> tuple[int, ...]:
     return tuple(token for turn in episode.turns for token in turn.token_ids)
 
@@ -164,7 +168,7 @@ async def test_a_template_that_rewrites_is_refused_at_the_follow_up_and_keeps_th
     with pytest.raises(ChatError, match="the model's chat template drops"):
         await episode.say("Again?")
     assert episode.turns == before
-    assert Boundary.CHAT in episode.unresolved
+    assert failed_in(episode) == [Boundary.CHAT]
 
 
 async def test_every_turn_has_a_seed_of_its_own_that_follows_from_the_episodes(chat: Chat) -> None:
@@ -213,7 +217,7 @@ async def test_a_failed_turn_changes_nothing_and_can_be_tried_again(chat: Chat) 
         await episode.say()
     assert episode.turns == ()
     assert episode.messages == ()
-    assert list(episode.unresolved) == [Boundary.ENGINE]
+    assert failed_in(episode) == [Boundary.ENGINE]
     assert await episode.say() == "7"
     assert episode.unresolved == {}
     assert engine.seen[-1] == joined(episode)
@@ -233,7 +237,7 @@ async def test_an_aborted_generation_keeps_its_tokens_and_is_an_error(chat: Chat
         await episode.say()
     assert episode.messages[-1] == Message("assistant", "half an ans")
     assert engine.seen[-1] == joined(episode)
-    assert list(episode.unresolved) == [Boundary.ENGINE]
+    assert failed_in(episode) == [Boundary.ENGINE]
 
 
 async def test_an_engine_that_samples_nothing_is_an_error_and_not_an_empty_answer(chat: Chat) -> None:
@@ -249,7 +253,9 @@ async def test_a_say_that_the_environment_cancels_stays_unresolved(chat: Chat) -
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(episode.say(), 0.05)
     assert engine.cancelled == 1
-    assert "was cancelled" in episode.unresolved[Boundary.ENGINE].what
+    (error,) = episode.unresolved.values()
+    assert "was cancelled" in error.what
+    assert error.boundary is Boundary.ENGINE
 
 
 async def test_two_says_at_once_are_refused(chat: Chat) -> None:

@@ -4,111 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.fake_engine import HANG, Abort, Fail, FakeEngine
+from helpers.played import ALWAYS, TASK, FakeHost, Played, abstained, run
 from helpers.templates import CHATML, make_tokenizer
 from palestra.environments.base import Environment
 from palestra.environments.chat import Chat
 from palestra.environments.episode import Episode
 from palestra.environments.runner import run_episode
 from palestra.errors import EngineError, SandboxError
-from palestra.sandboxes.base import ExecResult, ExecStatus, SandboxSpec
-from palestra.types import Abstain, Boundary, Message, Reward, SamplingParams, StopReason, Task, Trajectory
-
-TASK = Task(prompt="Guess my number.", secret={"n": 7})
-Play = Callable[[Task, Episode], Any]
+from palestra.sandboxes.base import SandboxSpec
+from palestra.types import Abstain, Boundary, Message, Reward, SamplingParams, StopReason, Task
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     return Chat(make_tokenizer(tmp_path_factory.mktemp("chat"), CHATML))
-
-
-class Played(Environment):
-    """An environment whose episode is the function it was given."""
-
-    def __init__(self, play: Play, **attributes: Any) -> None:
-        self.play = play
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    async def episode(self, task: Task, ep: Episode) -> Any:
-        return await self.play(task, ep)
-
-
-class Box:
-    def __init__(self, host: FakeHost) -> None:
-        self.host = host
-
-    async def exec(self, argv: Any, *, stdin: bytes = b"", env: Any = None) -> ExecResult:
-        if self.host.breaks:
-            raise SandboxError("the sandbox broke")
-        return ExecResult(ExecStatus.EXITED, 1, None, b"", b"it failed", False, 0.0)
-
-    async def python(self, source: str, *, stdin: bytes = b"") -> ExecResult:
-        return await self.exec([source])
-
-    async def close(self) -> None:
-        pass
-
-
-class FakeHost:
-    def __init__(
-        self, *, opens: bool = True, breaks: bool = False, close_error: Exception | None = None
-    ) -> None:
-        self.specs: list[SandboxSpec] = []
-        self.open_now = 0
-        self.opens, self.breaks, self.close_error = opens, breaks, close_error
-
-    def probe(self) -> None:
-        pass
-
-    @asynccontextmanager
-    async def open(self, spec: SandboxSpec) -> AsyncIterator[Box]:
-        if not self.opens:
-            raise SandboxError("no isolation on this machine")
-        self.specs.append(spec)
-        self.open_now += 1
-        try:
-            yield Box(self)
-        finally:
-            self.open_now -= 1
-            if self.close_error is not None:
-                raise self.close_error
-
-    async def close(self) -> None:
-        pass
-
-
-async def run(
-    play: Play, script: Any, chat: Chat, *, environment: Environment | None = None, **options: Any
-) -> Trajectory:
-    engine = options.pop("engine", None) or FakeEngine(
-        script, chat.tokenizer, context_tokens=options.pop("context", 4096)
-    )
-    return await run_episode(
-        environment or Played(play),
-        TASK,
-        id="g3.0",
-        engine=engine,
-        chat=chat,
-        sampling=SamplingParams(max_new_tokens=64),
-        deadline_s=options.pop("deadline_s", 60.0),
-        reward_deadline_s=60.0,
-        cleanup_s=options.pop("cleanup_s", 5.0),
-        **options,
-    )
-
-
-def abstained(trajectory: Trajectory) -> Abstain:
-    assert isinstance(trajectory.outcome, Abstain)
-    return trajectory.outcome
 
 
 async def test_a_verdict_becomes_a_rewarded_trajectory(chat: Chat) -> None:
@@ -153,7 +68,7 @@ async def test_what_is_no_verdict_abstains_and_keeps_its_tokens(chat: Chat, valu
     outcome = abstained(trajectory)
     assert said in outcome.reason
     assert "Played.episode" in outcome.reason
-    assert "test_runner.py:" in outcome.reason
+    assert "played.py:" in outcome.reason
     assert "expected: a finite number from 0 to 1" in outcome.detail
     assert outcome.boundary is Boundary.REWARD
     assert trajectory.sampled_count == 2
@@ -383,8 +298,8 @@ async def test_a_program_that_fails_in_a_sandbox_is_data(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        (FakeHost(breaks=True), "the sandbox broke"),
-        (FakeHost(opens=False), "no isolation on this machine"),
+        (FakeHost(breaks=ALWAYS), "the sandbox broke"),
+        (FakeHost(refuses=ALWAYS), "no isolation on this machine"),
         (None, "this run has no sandboxes"),
     ],
 )

@@ -2,9 +2,10 @@
 
 Joining ``turns`` gives the engine's last prompt and its answer, token for token;
 sampled tokens are never decoded and encoded again, and nothing else is ever
-marked as sampled. A call that fails changes no turn. A failure of the engine, a
-sandbox or a reward that user code catches and does not mend by a later success
-stays in ``unresolved``: whatever that code then returns is no verdict.
+marked as sampled. A call that fails changes no turn. A failure that user code
+catches stays in ``unresolved`` until the very same call succeeds: while one is
+there, whatever that code returns is no verdict. A reward's deadline counts the
+reward's own time: its clock stops while another room works for it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from contextvars import ContextVar
 from dataclasses import replace
 from inspect import isawaitable, iscoroutinefunction
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from types import MethodType, TracebackType
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from palestra.environments.rewards import name_of, place_of
 from palestra.errors import (
@@ -76,8 +84,8 @@ class Episode:
     ) -> None:
         self.task = task
         self.id = id
-        self.unresolved: dict[Boundary, PalestraError] = {}
-        """Failures that no later success of the same kind mended."""
+        self.unresolved: dict[Hashable, PalestraError] = {}
+        """Failures by what was asked, where asking the same again has not succeeded since."""
         self._engine = engine
         self._chat = chat
         self._sampling = sampling
@@ -131,7 +139,7 @@ class Episode:
                 f"episode {self.id}: two ep.say at once: a chat has one order", expected="await each"
             )
         new = self._new_messages(text, role)
-        with self._doing_for(Boundary.CHAT, "say"):
+        with self._doing_for(Boundary.CHAT, "say", key=(len(self._turns), *new)):
             prompt = self._prompt(new)
         if self._turns and self._is_full(len(prompt)):
             return self._end_full()
@@ -142,7 +150,9 @@ class Episode:
         answer = self._read(completion)
         self._messages.append(Message("assistant", answer))
         if completion.stop_reason is StopReason.ABORTED:
-            raise self._noted(EngineError(f"the engine aborted turn {self._sampled_turns()} of {self.id}"))
+            error = EngineError(f"the engine aborted turn {self._sampled_turns()} of {self.id}")
+            self.unresolved[object()] = error
+            raise error
         return answer
 
     def sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
@@ -158,10 +168,13 @@ class Episode:
         """What ``reward(*arguments)`` returns, under the reward deadline. RewardError if it fails.
 
         A plain function runs in a worker process that can be killed: it gets copies of its
-        arguments, and may block or crash. A coroutine function runs here and must not block.
+        arguments, and may block or crash. A coroutine function runs here and must not block;
+        its time in other rooms (a sandbox, a further turn, an inner grade) is not counted.
         """
         self._require_open("grade")
-        with self._doing_for(Boundary.REWARD, name_of(reward), span="reward"):
+        with self._doing_for(
+            Boundary.REWARD, name_of(reward), key=_asked((reward, arguments)), span="reward"
+        ):
             if is_async(reward):
                 return await self._grade_here(reward, arguments)
             if self._workers is None:
@@ -220,7 +233,8 @@ class Episode:
     async def _generate(self, prompt: tuple[int, ...]) -> Completion:
         turn = self._sampled_turns()
         sampling = replace(self._sampling, seed=turn_seed(self._sampling.seed, turn))
-        with self._doing_for(Boundary.ENGINE, f"turn {turn} of {self.id}", span="generate"):
+        doing = f"turn {turn} of {self.id}"
+        with self._doing_for(Boundary.ENGINE, doing, key=prompt, span="generate"):
             completion = await self._engine.generate(GenerateRequest(prompt, sampling, f"{self.id}/{turn}"))
             empty = not completion.token_ids
             if empty and completion.stop_reason not in (StopReason.CONTEXT, StopReason.ABORTED):
@@ -237,13 +251,14 @@ class Episode:
         return self._chat.tokenizer.decode(ids[:-1] if by_token else ids)
 
     async def _grade_here(self, reward: Callable[..., object], arguments: tuple[object, ...]) -> object:
-        limit = asyncio.timeout(self._reward_deadline_s)
+        clock = _Clock(self._reward_deadline_s)
+        token = _CLOCK.set(clock)
         try:
-            async with limit:
+            async with clock.limit:
                 value = reward(*arguments)
                 return await value if isawaitable(value) else value
         except TimeoutError as error:
-            if not limit.expired():
+            if not clock.limit.expired():
                 raise
             raise RewardError(
                 f"{name_of(reward)} did not return within {self._reward_deadline_s:g} s",
@@ -251,31 +266,36 @@ class Episode:
                 expected="a reward that ends in time; deadlines.reward_s sets the limit",
                 detail=traceback_of(error),
             ) from error
+        finally:
+            _CLOCK.reset(token)
 
     @contextmanager
-    def _doing_for(self, name: Boundary, doing: str, span: str = "") -> Iterator[None]:
-        """Attribute what happens inside to ``name``: its failures, its time, its being cancelled."""
+    def _doing_for(
+        self, name: Boundary, doing: str, *, key: Hashable = None, span: str = ""
+    ) -> Iterator[None]:
+        """Attribute what happens inside to ``name``: its failures, its time, its being cancelled.
+
+        Success mends an earlier failure of the same ``key``, which says all that is asked;
+        without one it mends nothing: no answer came of it that the failed call owed.
+        """
         started = time.monotonic()
+        asked: Hashable = object() if key is None else (name, key)
         self._doing.append(name)
         try:
-            with boundary(name, doing):
+            with _others_time(), boundary(name, doing):
                 yield
         except PalestraError as error:
-            self._noted(error, name)
+            self.unresolved[asked] = error
             raise
         except asyncio.CancelledError:
-            self._noted(_CANCELLED[name](f"{doing} was cancelled before it ended"))
+            self.unresolved[asked] = _CANCELLED[name](f"{doing} was cancelled before it ended")
             raise
         else:
-            self.unresolved.pop(name, None)
+            self.unresolved.pop(asked, None)
         finally:
             self._doing.remove(name)
             if span:
                 self._spans.append(Span(span, started, time.monotonic()))
-
-    def _noted(self, error: PalestraError, name: Boundary | None = None) -> PalestraError:
-        self.unresolved[name or error.boundary or Boundary.TASK] = error
-        return error
 
 
 _CANCELLED: Mapping[Boundary, type[PalestraError]] = {
@@ -289,6 +309,69 @@ _CANCELLED: Mapping[Boundary, type[PalestraError]] = {
 def is_async(function: object) -> bool:
     """Whether calling it gives a coroutine: an async def, a partial of one, an object whose call is one."""
     return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class _Clock:
+    """A deadline that stands still while another room works for whoever is under it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.limit = asyncio.timeout(seconds)
+        self._loop = asyncio.get_running_loop()
+        self._end_s = self._loop.time() + seconds
+        self._stopped_s = 0.0
+        self._stops = 0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self._stops += 1
+        if self._stops == 1:
+            self._stopped_s = self._loop.time()
+            self._move(None)
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if self._stops == 0:
+                self._end_s += self._loop.time() - self._stopped_s
+                self._move(self._end_s)
+
+    def _move(self, end_s: float | None) -> None:
+        with suppress(RuntimeError):  # it has passed, or what it bounded is over
+            self.limit.reschedule(end_s)
+
+
+_CLOCK: ContextVar[_Clock | None] = ContextVar("reward_clock", default=None)
+"""The clock of the reward that runs in this context, tasks that it starts included."""
+
+
+def _others_time() -> AbstractContextManager[None]:
+    clock = _CLOCK.get()
+    return nullcontext() if clock is None else clock.stopped()
+
+
+def _asked(value: object) -> Hashable:
+    """A key equal to another only if both ask for the same: by value where a value cannot change,
+    by what it holds for lists, tuples and mappings, by identity for everything else."""
+    if value is None or isinstance(value, (str, bytes, int, float, MethodType)):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_asked, cast("Sequence[object]", value))
+    if isinstance(value, Mapping):
+        return type(value), *map(_asked, cast("Mapping[object, object]", value).items())
+    return _Itself(value)
+
+
+class _Itself:
+    """Equal to nothing but the same object, which it keeps alive: its id belongs to no other."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 class _Lease:
@@ -324,7 +407,7 @@ class _Lease:
             return
         self.held = False
         try:
-            with _Kept(self.cleanup_failures, "closing a sandbox failed", error):
+            with _others_time(), _Kept(self.cleanup_failures, "closing a sandbox failed", error):
                 await self._inner.__aexit__(kind, error, trace)
         finally:
             self._episode._spans.append(Span("sandbox", self._started, time.monotonic()))
@@ -362,14 +445,16 @@ class _Watched:
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None
     ) -> ExecResult:
-        return await self._watch(self._box.exec(argv, stdin=stdin, env=env))
+        key = ("exec", _asked((argv, stdin, env or {})))
+        return await self._watch(self._box.exec(argv, stdin=stdin, env=env), key)
 
     async def python(self, source: str, *, stdin: bytes = b"") -> ExecResult:
-        return await self._watch(self._box.python(source, stdin=stdin))
+        key = ("python", _asked((source, stdin)))
+        return await self._watch(self._box.python(source, stdin=stdin), key)
 
     async def close(self) -> None:
-        await self._watch(self._box.close())
+        await self._watch(self._box.close(), None)
 
-    async def _watch(self, work: Awaitable[_T]) -> _T:
-        with self._episode._doing_for(Boundary.SANDBOX, "the sandbox"):
+    async def _watch(self, work: Awaitable[_T], key: Hashable) -> _T:
+        with self._episode._doing_for(Boundary.SANDBOX, "the sandbox", key=key):
             return await work

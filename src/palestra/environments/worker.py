@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -20,7 +21,6 @@ import socket
 import sys
 from collections import ChainMap
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar
@@ -30,9 +30,8 @@ import cloudpickle
 import palestra
 from palestra.environments import worker_process
 from palestra.environments.rewards import name_of, place_of
-from palestra.environments.worker_process import HEADER, Call, Done, Failed, Load, Setup
+from palestra.environments.worker_process import HEADER, Call, Done, Failed, Load, Setup, keep_last
 from palestra.errors import RewardError, traceback_of
-from palestra.types import Task
 
 START_S = 60.0
 """Longest start of a worker, and longest unpickling (imports included) of a reward function."""
@@ -53,6 +52,7 @@ class RewardWorkers:
         self._all: set[_Worker] = set()
         self._places = asyncio.Semaphore(count)
         self._shipments: dict[object, _Shipment] = {}
+        self._keys = itertools.count()
         self._reaping: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -64,11 +64,12 @@ class RewardWorkers:
     async def call(self, function: Callable[..., object], *arguments: object, deadline_s: float) -> object:
         """``function(*arguments)``, computed in a worker; waiting for a free one is not counted.
 
-        The function is pickled on its first call: later changes to what it closes over
-        stay here. Raises RewardError if it raises, hangs, dies, or cannot be pickled.
+        The function is pickled on its first call and kept while it is among the last KEPT:
+        changes to what it closes over stay here. Raises RewardError if it raises, hangs,
+        dies, or cannot be pickled.
         """
         shipment = self._shipment(function)
-        packed = _pickled_arguments(function, arguments)
+        packed = _pickled(arguments, f"the arguments of {name_of(function)}", function)
         async with self._places:
             if self._closed:
                 raise _closed_error(function)
@@ -128,9 +129,8 @@ class RewardWorkers:
             key = id(function)
         found = self._shipments.get(key)
         if found is None:
-            found = _Shipment(len(self._shipments), function, _pickled_function(function))
-            self._shipments[key] = found
-        return found
+            found = _Shipment(next(self._keys), function, _pickled_function(function))
+        return keep_last(self._shipments, key, found)
 
 
 def _closed_error(function: object) -> RewardError:
@@ -159,7 +159,7 @@ class _Worker:
         self._stderr = stderr
         self._setup = setup
         self._tail = b""
-        self._loaded: set[int] = set()
+        self._loaded: dict[int, None] = {}
         self._killed = False
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -212,7 +212,7 @@ class _Worker:
                 raise self._error(
                     f"{name} cannot be loaded in a worker: {answer.summary}", place, answer.trace
                 )
-            self._loaded.add(shipment.key)
+        keep_last(self._loaded, shipment.key, None)
         answer = await self._ask(Call(shipment.key, arguments), deadline_s, name, place)
         if isinstance(answer, Failed):
             raise self._error(f"{name} raised {answer.summary}", answer.where or place, answer.trace)
@@ -334,85 +334,29 @@ def _pickled_function(function: Callable[..., object]) -> bytes:
     for name, module in tuple(sys.modules.items()):
         if name.startswith(USER_MODULES):
             cloudpickle.register_pickle_by_value(module)
-    with _naming(function, partial(_offender_in, function)):
-        return _dumps(function)
+    return _pickled(function, name_of(function), function)
 
 
-def _pickled_arguments(function: object, arguments: tuple[object, ...]) -> bytes:
-    with _naming(function, partial(_offender_among, arguments)):
-        return _dumps(arguments)
-
-
-class _naming:  # noqa: N801 - reads as a statement, like errors.boundary
-    """Turns a pickling failure into a RewardError that names the object at fault."""
-
-    def __init__(self, function: object, offender: Callable[[], str]) -> None:
-        self._function = function
-        self._offender = offender
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
-        culprit = self._offender() or f"{type(error).__name__}: {error}"
+def _pickled(value: object, name: str, function: Callable[..., object]) -> bytes:
+    try:
+        return _dumps(value)
+    except Exception as error:
+        culprit = _culprit(function) if value is function else ""
         raise RewardError(
-            f"{name_of(self._function)} cannot be sent to a reward worker: {culprit} cannot be pickled",
-            where=place_of(self._function),
+            f"{name} cannot be sent to a reward worker: {culprit}{type(error).__name__}: {error}",
+            where=place_of(function),
             expected="a reward that uses only what can be pickled; open connections, locks and models "
             "inside it, or make it async def: that runs in this process",
             detail=traceback_of(error),
         ) from error
 
 
-def _picklable(value: object) -> bool:
-    try:
-        _dumps(value)
-    except Exception:  # noqa: BLE001 - any exception of any __reduce__ means just that: no
-        return False
-    return True
-
-
-def _offender_in(function: Callable[..., object]) -> str:
-    """Which variable of the function is at fault, in words."""
-    if isinstance(function, partial):
-        named = {f"argument {i} of the partial": v for i, v in enumerate(function.args)}
-        named |= {f"argument {k!r} of the partial": v for k, v in function.keywords.items()}
-        found = next((f"{n} (a {type(v).__name__})" for n, v in named.items() if not _picklable(v)), "")
-        return found or _offender_in(function.func)
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not _picklable(owner):
-        attributes = vars(owner) if hasattr(owner, "__dict__") else {}
-        bad = next((n for n, v in attributes.items() if not _picklable(v)), None)
-        kind = type(owner).__name__
-        return f"{kind}.{bad} (a {type(attributes[bad]).__name__})" if bad else f"its {kind} object"
-    target = getattr(function, "__func__", function)
-    if not inspect.isfunction(target):
-        attributes = vars(target) if hasattr(target, "__dict__") else {}
-        return next(
-            (
-                f"its attribute {n!r} (a {type(v).__name__})"
-                for n, v in attributes.items()
-                if not _picklable(v)
-            ),
-            "",
-        )
-    used = inspect.getclosurevars(target)
-    for label, scope in (("variable", used.nonlocals), ("global", used.globals)):
-        for name, value in scope.items():
-            if not _picklable(value):
-                return f"its {label} {name!r} (a {type(value).__name__})"
-    return ""
-
-
-def _offender_among(arguments: tuple[object, ...]) -> str:
-    for value in arguments:
-        if isinstance(value, Task):
-            for part in ("data", "secret"):
-                for key, entry in getattr(value, part).items():
-                    if not _picklable(entry):
-                        return f"Task.{part}[{key!r}] (a {type(entry).__name__})"
-        elif not _picklable(value):
-            return f"an argument (a {type(value).__name__})"
+def _culprit(function: Callable[..., object]) -> str:
+    """Which variable of a plain function is at fault, in words; '' where nothing so simple is."""
+    used = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+    for name, value in {**used.globals, **used.nonlocals}.items() if used else ():
+        try:
+            _dumps(value)
+        except Exception:  # noqa: BLE001 - any exception of any __reduce__ means just that
+            return f"its variable {name!r} (a {type(value).__name__}): "
     return ""

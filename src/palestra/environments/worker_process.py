@@ -24,12 +24,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 HEADER = struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
+KEPT = 32
+"""How many functions a worker, and the process that sends them, remember: the last ones used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +128,23 @@ def main() -> None:
 
 def _answer(message: Load | Call, functions: dict[int, Callable[..., object]]) -> Done:
     if isinstance(message, Load):
-        functions[message.key] = pickle.loads(message.function)
+        keep_last(functions, message.key, pickle.loads(message.function))
         return Done()
-    value = functions[message.key](*pickle.loads(message.arguments))
+    function = keep_last(functions, message.key, functions[message.key])
+    value = function(*pickle.loads(message.arguments))
     if inspect.iscoroutine(value):
         value.close()
         raise TypeError("it returned a coroutine: declare it with async def, or await inside")
     return Done(cloudpickle.dumps(value))
+
+
+def keep_last(kept: dict[_K, _V], key: _K, value: _V) -> _V:
+    """Note that ``key`` was used; what was used longest ago is forgotten. Both sides do the same."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > KEPT:
+        del kept[next(iter(kept))]
+    return value
 
 
 def code_in_file(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
