@@ -3,7 +3,9 @@
 Commands are handled between two steps, never within one. Every command that
 promises an answer carries a future, and every future is settled: with its answer,
 or, when the thread ends for whatever reason, with an EngineError that holds the
-traceback. Nothing can be posted to a thread that has ended.
+traceback. A score that fails fails alone; a failed install or step ends the
+thread, because what it computes with is then unknown. Nothing can be posted to a
+thread that has ended.
 """
 
 from __future__ import annotations
@@ -115,10 +117,12 @@ class DecodeWorker:
 
     def _run(self) -> None:
         while True:
-            for command in self._take(wait=not self._batch.busy):
+            command = self._next(wait=not self._batch.busy)
+            while command is not None:
                 if isinstance(command, Close):
                     return
                 self._handle(command)
+                command = self._next()
             if self._batch.busy:
                 start = time.perf_counter()
                 ended = self._batch.step()
@@ -126,13 +130,12 @@ class DecodeWorker:
                 for row in ended:
                     self._settle(row)
 
-    def _take(self, *, wait: bool) -> list[Command]:
-        commands = [self._commands.get()] if wait else []
-        while True:
-            try:
-                commands.append(self._commands.get_nowait())
-            except Empty:
-                return commands
+    def _next(self, *, wait: bool = False) -> Command | None:
+        """The next command. One at a time: whatever ends the thread, the others are still in the queue."""
+        try:
+            return self._commands.get(block=wait)
+        except Empty:
+            return None
 
     def _handle(self, command: Submit | Cancel | Score | Install) -> None:
         match command:
@@ -143,9 +146,12 @@ class DecodeWorker:
                 self._futures.pop(row, None)
                 self._batch.cancel(row)
             case Score(token_ids, sampling, answer):
-                _answer(answer, lambda: self._batch.score(token_ids, sampling))
+                _answer(answer, "scoring", lambda: self._batch.score(token_ids, sampling))
             case Install(weights, version, answer):
-                _answer(answer, lambda: self._batch.install(weights, version))
+                doing = f"installing {version}"
+                failure = _answer(answer, doing, lambda: self._batch.install(weights, version))
+                if failure is not None:
+                    raise failure
 
     def _settle(self, row: Row) -> None:
         future = self._futures.pop(row)
@@ -159,8 +165,7 @@ class DecodeWorker:
     def _end(self, reason: EngineError) -> None:
         with self._lock:
             self._ended = reason
-            left = self._take(wait=False)
-        for command in left:
+        while (command := self._next()) is not None:
             if isinstance(command, Submit):
                 self._futures.update(command.rows)
             elif isinstance(command, Score | Install):
@@ -171,16 +176,17 @@ class DecodeWorker:
         self._batch.free()
 
 
-def _answer(future: Future[Any], compute: Callable[[], object]) -> None:
-    """Settle ``future`` with the result; an exception settles it too, and ends the thread."""
+def _answer(future: Future[Any], doing: str, compute: Callable[[], object]) -> PalestraError | None:
+    """Settle ``future`` with the result, or with what went wrong, which is returned too."""
     if not future.set_running_or_notify_cancel():
-        return
+        return None
     try:
-        with boundary(Boundary.ENGINE, "the decode thread"):
+        with boundary(Boundary.ENGINE, doing):
             future.set_result(compute())
     except PalestraError as error:
         future.set_exception(_again(error))
-        raise
+        return error
+    return None
 
 
 def _refuse(future: Future[Any], reason: EngineError) -> None:
