@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import xxhash
+from safetensors.torch import load_file, save_file
 
 from helpers.tiny import make_tiny_model
 from palestra.errors import ModelSourceError
 from palestra.models import tensors as module
-from palestra.models.tensors import INDEX, load_tensors, save_tensors, weight_files
+from palestra.models.tensors import INDEX, load_tensors, save_tensors, weight_files, write_safetensors
 
 
 def shards(folder: Path) -> dict[str, torch.Tensor]:
@@ -40,6 +41,52 @@ def test_what_is_saved_is_loaded_bit_for_bit_in_its_own_type(tmp_path: Path) -> 
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.arange(6).view(2, 3).T}
     save_tensors(tmp_path / "new", tensors)
     assert_same(load_tensors(tmp_path / "new"), tensors)
+
+
+MIXED = {
+    "b.w": torch.randn(3, 5),
+    "a.w": torch.randn(7),
+    "odd": torch.randn(3).bfloat16(),
+    "half": torch.randn(2, 2).half(),
+    "count": torch.arange(3),
+    "empty": torch.zeros(0, 4),
+    "scalar": torch.tensor(2.5),
+    "\u00e9": torch.arange(6.0).view(2, 3).T,
+}
+
+
+@pytest.mark.parametrize("names", [tuple(MIXED), tuple(reversed(MIXED))])
+def test_a_file_is_what_the_safetensors_library_writes_byte_for_byte(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """So a digest of a model folder says nothing of who wrote it."""
+    tensors = {name: MIXED[name] for name in names if name != "half"}  # of one width the order is ours
+    size, digest = write_safetensors(tmp_path / "ours", tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "theirs", {"format": "pt"})
+    content = (tmp_path / "ours").read_bytes()
+    assert content == (tmp_path / "theirs").read_bytes()
+    assert (size, digest) == (len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def test_every_type_comes_back_whatever_lies_beside_it(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "all", MIXED)
+    assert_same(load_file(tmp_path / "all"), MIXED)
+
+
+def test_tensors_are_saved_in_the_types_that_are_asked_for(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    save_tensors(tmp_path, tensors, {"a": torch.bfloat16, "unknown": torch.float16})
+    assert_same(load_tensors(tmp_path), {"a": tensors["a"].bfloat16(), "b": tensors["b"]})
+
+
+def test_a_tensor_is_converted_only_when_it_is_its_turn_to_be_written() -> None:
+    """A checkpoint needs memory for one tensor, not for a second model."""
+    tensors = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    blocks = module._safetensors_blocks(tensors, dict.fromkeys(tensors, torch.bfloat16))
+    next(blocks)
+    next(blocks)
+    tensors["b"].fill_(7)
+    assert bytes(next(blocks)) == bytes(module.tensor_bytes(torch.full((4,), 7, dtype=torch.bfloat16)))
 
 
 def test_parameters_that_require_gradients_can_be_saved(tmp_path: Path) -> None:
@@ -126,11 +173,10 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
 ) -> None:
     save_tensors(tmp_path, {"w": torch.zeros(3)})
 
-    def full(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
+    def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_tensors(tmp_path, {"w": torch.ones(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

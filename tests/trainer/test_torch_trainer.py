@@ -289,6 +289,18 @@ def test_bf16_export_is_the_rounded_master(folder: Path) -> None:
         assert torch.equal(tensor, trainer._masters[name].detach().bfloat16())
 
 
+def test_an_export_under_way_outlives_the_trainer(folder: Path) -> None:
+    """A run that is stopped while the engine takes its weights closes the trainer under the iterator."""
+    trainer = TorchTrainer(folder, SETTINGS)
+    expected = {name: tensor.clone() for name, tensor in trainer.export()}
+    export = trainer.export()
+    first = next(export)
+    trainer.close()
+    found = dict([first, *export])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert list(found) == list(expected)
+
+
 def test_an_update_reaches_what_is_exported(folder: Path) -> None:
     """Case 1 (verl#7495): what was shipped at every sync was the frozen base."""
     trainer = TorchTrainer(folder, SETTINGS)

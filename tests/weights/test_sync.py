@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from helpers.fakes import FakeTrainer, MirrorEngine
 from palestra.errors import WeightsError
+from palestra.models.tensors import entry_of, tensor_digest
 from palestra.types import Version
-from palestra.weights.manifests import entry_of, full_manifest, tensor_digest
+from palestra.weights.manifests import full_manifest
 from palestra.weights.sync import WeightSync, probe_batch
 
 PROBE = (3, 4, 5, 6)

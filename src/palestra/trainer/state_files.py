@@ -2,16 +2,15 @@
 
 ``trainer.json`` is written last, so a folder without it holds no state; it names
 each file's size and XXH3-128 digest, so one that is cut short or foreign is
-found before a single weight is touched. Files are written tensor by tensor
-(nothing is copied in memory), made durable, then renamed into place. Errors
-name the file.
+found before a single weight is touched. Files are written tensor by tensor and
+made durable before they get their names. Errors name the file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from palestra.errors import TrainerError
+from palestra.models.tensors import write_durably, write_safetensors
 
 SCHEMA = 1
 INDEX = "trainer.json"
@@ -47,11 +47,10 @@ def write_state(
     files = {}
     for part, tensors in parts.items():
         name = f"{part}.safetensors"
-        digest = xxhash.xxh3_128()
-        size = _write_durably(folder / name, _serialised(tensors), digest)
-        files[name] = {"bytes": size, "xxh3_128": digest.hexdigest()}
+        size, digest = write_safetensors(folder / name, tensors)
+        files[name] = {"bytes": size, "xxh3_128": digest}
     index = {"schema": SCHEMA, "updates": updates, "fingerprint": dict(fingerprint), "files": files}
-    _write_durably(folder / INDEX, [(json.dumps(index, indent=1) + "\n").encode()], xxhash.xxh3_128())
+    write_durably(folder / INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
     _sync_folder(folder)
 
 
@@ -122,37 +121,6 @@ def _damaged(path: Path, why: str) -> TrainerError:
         expected="the file as it was saved",
         next_command="resume from an earlier checkpoint",
     )
-
-
-def _serialised(tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview]:
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * 4
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        yield tensor.detach().contiguous().view(-1).numpy().data.cast("B")
-
-
-def _write_durably(path: Path, blocks: Iterable[bytes | memoryview], digest: xxhash.xxh3_128) -> int:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    size = 0
-    try:
-        with open(temporary, "wb") as file:
-            for block in blocks:
-                file.write(block)
-                digest.update(block)
-                size += len(block)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return size
 
 
 def _sync_folder(folder: Path) -> None:

@@ -102,7 +102,8 @@ class TorchTrainer:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         self._check_open()
         dtype = TORCH_DTYPES[self.settings.rollout_dtype]
-        return ((name, parameter.detach().to(dtype)) for name, parameter in self._masters.items())
+        masters = tuple(self._masters.items())  # a close while the exporter is iterated must not break it
+        return ((name, parameter.detach().to(dtype)) for name, parameter in masters)
 
     def save_state(self, folder: Path) -> None:
         self._check_open()
@@ -126,9 +127,7 @@ class TorchTrainer:
         self._check_open()
         with boundary(Boundary.TRAINER, f"saving the model to {folder}"):
             copy_model_files(self.folder, folder)
-            save_tensors(
-                folder, {name: m.detach().to(self._source_dtypes[name]) for name, m in self._masters.items()}
-            )
+            save_tensors(folder, self._masters, self._source_dtypes)
 
     def close(self) -> None:
         """Free the weights and the optimiser state; every other method then raises TrainerError."""
