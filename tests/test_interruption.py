@@ -137,6 +137,36 @@ def test_two_interrupts_stop_at_once_and_lose_nothing(tmp_path: Path, model: Pat
     assert_equal_runs(run, undisturbed)
 
 
+BLOCKS = """
+import time
+import palestra as pa
+
+async def reward(task, reply, ep):
+    time.sleep(3600)
+
+job = pa.Job(
+    model={model!r}, environment=pa.SingleTurn([pa.Task(prompt="hello")], reward), name="run",
+    runs_dir={runs!r}, steps=1, prompts_per_step=1, threads=1, algorithm=pa.GRPO(group_size=2),
+    sampling=pa.Sampling(max_new_tokens=3),
+)
+"""
+
+
+def test_two_interrupts_end_a_run_whose_own_code_blocks_the_event_loop(tmp_path: Path, model: Path) -> None:
+    """prime-rl#1713 (case 21): a blocked event loop must not take the keyboard with it."""
+    job, run = tmp_path / "blocks.py", tmp_path / "runs" / "run"
+    job.write_text(BLOCKS.format(model=str(model), runs=str(tmp_path / "runs")))
+    child = start(job)
+    wait_for_step(run, 1, child)
+    time.sleep(1.5)
+    for _ in range(2):
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    output, _ = child.communicate(timeout=20)
+    assert child.returncode == 130, output
+    assert RunReader(run).state()[0] == "stopped"
+
+
 def test_a_killed_run_leaves_no_process_behind(tmp_path: Path, model: Path) -> None:
     job, run = write_job(tmp_path, model, delay=5.0), tmp_path / "runs" / "run"
     child = start(job)

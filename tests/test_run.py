@@ -26,8 +26,10 @@ from palestra.errors import (
     RunStopped,
     TaskError,
 )
-from palestra.job import GRPO, Checkpoints, Deadlines, Evaluation, Job, Optimizer, Sampling
-from palestra.run import Run
+from palestra.job import GRPO, Checkpoints, Deadlines, Evaluation, Job, Optimizer, Sampling, TrainerConfig
+from palestra.run import Run, train
+from palestra.sandboxes.base import SandboxSpec
+from palestra.settings import resolve
 from palestra.types import Abstain, Reward, Task
 
 
@@ -163,6 +165,8 @@ def test_a_finished_run_is_not_run_again(
         ({"seed": 5}, "seed"),
         ({"algorithm": GRPO(group_size=3)}, "algorithm.group_size"),
         ({"optimizer": Optimizer(learning_rate=1e-2)}, "optimizer.learning_rate"),
+        ({"trainer": TrainerConfig(dtype="bf16")}, "dtypes"),
+        ({"environment": SingleTurn(tasks(), length_reward, reward_range=(0, 2))}, "reward_range"),
         ({"environment": SingleTurn(tasks(7), length_reward)}, "tasks"),
     ],
 )
@@ -266,6 +270,59 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(make: 
         make(environment=SingleTurn(long, length_reward)).train(panel=False)
     assert "1 of 4 prompts do not fit" in str(caught.value)
     assert "engine.context_tokens" in str(caught.value)
+
+
+def test_a_falling_learning_rate_fixes_the_number_of_steps(make: Callable[..., Job]) -> None:
+    falling = {
+        "optimizer": Optimizer(learning_rate=1e-3, schedule="linear"),
+        "evaluation": Evaluation(before=False),
+    }
+    make(steps=1, **falling).train(panel=False)
+    with pytest.raises(ConfigError, match="learning rate falls"):
+        make(steps=2, **falling).train(panel=False)
+
+
+def test_a_refused_start_fixes_nothing(make: Callable[..., Job], tmp_path: Path) -> None:
+    """The error's own advice must work with the same command."""
+    bare = make_tiny_model(tmp_path / "bare", chat_template=False)
+    with pytest.raises(ChatError):
+        make(model=str(bare), steps=1).train(panel=False)
+    assert make(model=str(bare), steps=1, chat_template="none").train(panel=False).status == "finished"
+
+
+def test_a_job_limit_that_the_environment_overrides_is_refused(make: Callable[..., Job]) -> None:
+    own = SingleTurn(tasks(), length_reward, sandbox=SandboxSpec(time_s=1))
+    with pytest.raises(ConfigError) as caught:
+        train(resolve(make(environment=own), sets=["sandbox.memory_mb=64"], files=()), panel=False)
+    assert "sandbox.memory_mb = 64 (from --set sandbox.memory_mb=64) has no effect" in str(caught.value)
+
+
+def test_a_run_can_be_asked_to_stop_before_it_began(make: Callable[..., Job]) -> None:
+    run = make(steps=50).train(wait=False, panel=False)
+    run.stop()
+    assert run.wait(90).status == "stopped"
+    assert Run(run.path.parent / "never", run._resolved).status == "empty"
+
+
+def test_a_changed_reward_is_said_when_the_run_continues(make: Callable[..., Job], tmp_path: Path) -> None:
+    source = "def reward(task, reply):\n    return len(reply.encode()) % {n} / {n}\n"
+    for steps, n in ((1, 3), (2, 5)):
+        path = tmp_path / "reward_file.py"
+        path.write_text(source.format(n=n))
+        scope: dict[str, Any] = {}
+        exec(compile(path.read_text(), str(path), "exec"), scope)
+        run = make(scope["reward"], steps=steps, evaluation=Evaluation(before=False, after=False)).train(
+            panel=False
+        )
+    notices = [e["fields"]["text"] for e in run.records.events("notice")]
+    assert sum("earlier steps were scored by another one" in text for text in notices) == 1
+
+
+def test_several_updates_from_one_steps_samples_are_clipped_by_ratio(make: Callable[..., Job]) -> None:
+    eager = {"algorithm": GRPO(group_size=4, updates_per_step=4, clip_low=0.01, clip_high=0.01)}
+    run = make(steps=2, optimizer=Optimizer(learning_rate=1e-2), **eager).train(panel=False)
+    assert run.status == "finished"
+    assert max(value for _, value in run.records.series("train/clip_fraction")) > 0
 
 
 def test_a_missing_chat_template_names_the_ways_out(make: Callable[..., Job], tmp_path: Path) -> None:

@@ -148,7 +148,9 @@ class Deadlines(Section):
 
     step_s: Real = setting(1800.0, "Longest that one step's sampling and rewards may take", "seconds", gt=0)
     episode_s: Real = setting(600.0, "Longest episode; a longer one abstains", "seconds", gt=0)
-    reward_s: Real = setting(30.0, "Longest reward computation; a longer one abstains", "seconds", gt=0)
+    reward_s: Real = setting(
+        30.0, "Longest reward computation, waits for sandboxes not counted", "seconds", gt=0
+    )
 
 
 class Limits(Section):

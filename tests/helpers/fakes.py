@@ -53,7 +53,7 @@ class FakeTrainer:
         )  # fmt: skip
 
     def logprobs(self, batch: Batch) -> tuple[float, ...]:
-        return logprobs_of(self.weight, list(batch.tokens_T))
+        return logprobs_of(self.weight, [0, *batch.targets_N])
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         yield "model.weight", self.weight

@@ -15,8 +15,8 @@ from helpers.fakes import FakeTrainer, MirrorEngine
 from helpers.trajectories import trajectory
 from palestra.algorithms.packing import pack
 from palestra.environments.base import Environment
-from palestra.errors import RunStopped
-from palestra.job import GRPO, Checkpoints, Evaluation, Job, Limits, TrainerConfig
+from palestra.errors import RunStopped, WeightsError
+from palestra.job import GRPO, Checkpoints, EngineConfig, Evaluation, Job, Limits, TrainerConfig
 from palestra.loop import checkpoints
 from palestra.loop.controller import Controller, Pillars
 from palestra.loop.ledger import Ledger
@@ -289,3 +289,73 @@ async def test_evaluation_during_training_uses_no_training_prompt_and_no_draw(tm
         ("before", 0), ("during", 2), ("during", 4), ("after", 6),
     ]  # fmt: skip
     assert Ledger(2).replay(disk.entries).audit().draws == 12
+
+
+async def test_an_evaluation_of_nothing_but_failures_stops_and_does_not_count_as_done(tmp_path: Path) -> None:
+    """NeMo-Gym#1351 (case 16): a dead judge is said at once, and the mended run measures again."""
+    disk = Disk()
+    with pytest.raises(RunStopped) as caught:
+        await Attempt(tmp_path, disk, make_job(), lambda name, seed: None).run()
+    assert "no episode of the evaluation before training got a reward: the engine broke" in str(caught.value)
+    assert disk.evals == []
+    assert await Attempt(tmp_path, disk, make_job()).run()
+    assert [(e["when"], e["step"]) for e in disk.evals] == [("before", 0), ("after", 6)]
+
+
+async def test_steps_lost_to_failures_are_sampled_again(tmp_path: Path) -> None:
+    """SkyRL#1173, NeMo-RL PR#3599 (cases 20, 28): an outage must not use up prompts that nobody trained."""
+
+    def outage(name: str, seed: int) -> float | None:
+        draw = int(name.split(".")[0][1:]) if name.startswith("g") else 0
+        return None if draw >= 6 else float(name.endswith(".0"))
+
+    disk, job = Disk(), make_job(steps=5, limits=Limits(max_starved_steps=9))
+    first = Attempt(tmp_path, disk, job, outage)
+    assert not await first.run(), "a run whose last steps all abstained is not finished"
+    assert (first.controller.step, first.controller.kept_step) == (5, 3)
+    assert checkpoints.committed(tmp_path)[-1].step == 3
+    again = Attempt(tmp_path, disk, job, lambda name, seed: float(name.endswith(".0")))
+    assert await again.run()
+    trained = [e["step"] for e in disk.entries if e["kind"] == "update" and e["applied"]]
+    assert trained == [1, 2, 3, 4, 5]
+    assert Ledger(2).replay(disk.entries).audit().ok
+
+
+async def test_tokens_of_another_version_are_never_trained(tmp_path: Path) -> None:
+    """AReaL PR#1388 (case 22): a stale sample in a run that corrects for none is an error, not a curve."""
+    disk = Disk()
+    attempt = Attempt(tmp_path, disk, make_job(evaluation=Evaluation(before=False)))
+
+    async def stale(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
+        return trajectory(name, float(name.endswith(".0")), task=task, version=0)
+
+    object.__setattr__(attempt.controller._p, "episode", stale)
+    with pytest.raises(WeightsError, match=r"trains version 1, but tokens were sampled by versions \[0\]"):
+        await attempt.run()
+
+
+async def test_several_updates_of_one_step_keep_the_ratio_to_the_first_policy(tmp_path: Path) -> None:
+    disk = Disk()
+    job = make_job(
+        steps=1, algorithm=GRPO(group_size=4, updates_per_step=3), evaluation=Evaluation(before=False)
+    )
+    attempt = Attempt(tmp_path, disk, job, lambda name, seed: float(name.endswith(".0")))
+    before = attempt.trainer.weight
+    await attempt.run()
+    assert attempt.trainer.updates == 3
+    batches = attempt.trainer.steps
+    assert len(batches) == 3
+    assert all(batch is batches[0] for batch in batches), "the same samples, packed once"
+    old = batches[0].old_logprobs_N
+    assert old is not None
+    assert not torch.equal(attempt.trainer.weight, before)
+    assert attempt.engine.version is not None
+    assert attempt.engine.version.number == 3
+
+
+async def test_more_episodes_than_places_begin_in_order(tmp_path: Path) -> None:
+    disk = Disk()
+    job = make_job(steps=1, engine=EngineConfig(max_running=1), evaluation=Evaluation(before=False))
+    attempt = Attempt(tmp_path, disk, job, lambda name, seed: float(name.endswith(".0")))
+    assert await attempt.run()
+    assert [name for name, _ in disk.rollouts][:8] == [f"g{g}.{m}" for g in range(2) for m in range(4)]
