@@ -32,7 +32,8 @@ from palestra.models.tokenizer import Tokenizer
 from palestra.rollouts.base import GenerateRequest
 from palestra.rollouts.native.engine import NativeEngine
 from palestra.rollouts.native.linears import LinearOps
-from palestra.types import Manifest, SamplingParams, TensorEntry, Version
+from palestra.types import SamplingParams, Version
+from palestra.weights.manifests import full_manifest
 
 SUBJECTS = ("a river", "the sea", "bread", "a clock", "snow", "a bridge", "tea", "a violin")
 
@@ -64,8 +65,7 @@ async def cpu_seconds(work: Callable[[], Awaitable[object]]) -> float:
 async def started_engine(folder: Path, dtype: DtypeName, threads: int, slots: int) -> NativeEngine:
     engine = NativeEngine(folder, dtype=dtype, threads=threads, max_running=slots, eos_token_ids=())
     tensors = load_tensors(folder)
-    entries = tuple(TensorEntry(n, "F32", tuple(t.shape), t.nbytes, "") for n, t in tensors.items())
-    await engine.start(Manifest(Version("benchmark", 0), "full", None, entries), tensors.items())
+    await engine.start(full_manifest(Version("benchmark", 0), tensors.items()), tensors.items())
     return engine
 
 
@@ -138,7 +138,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             if round_index >= 0:
                 rates.ours.setdefault(count, []).append(count * tokens / ours)
                 rates.baseline.setdefault(count, []).append(count * tokens / theirs)
-    memory = engine.memory()
     with torch.inference_mode():
         ceilings = {count: product_ceiling(engine, count) for count in args.concurrency}
     await engine.close()
@@ -151,8 +150,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": args.tokens,
         "rounds": args.rounds,
         "load_average": os.getloadavg()[0],
-        "weights_bytes": memory.weights_bytes,
-        "cache_bytes": memory.cache_bytes,
         "rows": [
             {
                 "concurrency": count,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,7 @@ class Tiny:
 
     def weights(self, *, packed: bool = True, threads: int = 1) -> tuple[Model, Weights]:
         ops = LinearOps(torch.float32, packed, threads)
-        loaded, _ = load(self.config, ops, manifest_of(self.tensors), self.tensors.items(), {})
+        loaded, _ = load(self.config, ops, manifest_of(self.tensors), self.tensors.items())
         return Model.build(self.config, ops, self.config.max_positions), loaded
 
     def changed(self, seed: int = 1, scale: float = 0.3) -> dict[str, Tensor]:
@@ -57,6 +59,16 @@ class Tiny:
             name: t + scale * t.std() * torch.randn(t.shape, generator=generator)
             for name, t in self.tensors.items()
         }
+
+
+def versions_alive() -> int:
+    """How many whole sets of weights are in memory, wherever they are held."""
+    gc.collect()
+    return sum(type(thing) is Weights for thing in gc.get_objects())
+
+
+def engine_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(("palestra-decode", "palestra-stage"))]
 
 
 async def generate_all(

@@ -139,7 +139,7 @@ def test_a_prompt_computed_by_other_weights_is_never_used_again(tiny: Tiny) -> N
     batch.step()
     other = tiny.changed()
     model = batch._model
-    weights, _ = load(tiny.config, model.ops, manifest_of(other), other.items(), {})
+    weights, _ = load(tiny.config, model.ops, manifest_of(other), other.items())
     batch.install(weights, Version("test", 1))
     batch.submit([late])
     run(batch)
@@ -161,9 +161,7 @@ def test_a_row_with_numbers_that_are_not_finite_fails_alone_and_leaves_no_trace(
     assert good is not None
     broken = {name: t.clone() for name, t in tiny.tensors.items()}
     broken["model.embed_tokens.weight"][7] = float("nan")
-    weights, _ = load(
-        tiny.config, LinearOps(torch.float32, False, 1), manifest_of(broken), broken.items(), {}
-    )
+    weights, _ = load(tiny.config, LinearOps(torch.float32, False, 1), manifest_of(broken), broken.items())
     batch.install(weights, Version("test", 1))
     row = make_row([5, 7, *range(10, 30)])
     batch.submit([row])

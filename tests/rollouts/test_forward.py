@@ -51,7 +51,7 @@ def test_an_untied_head_and_unshared_keys_equal_transformers_too(tmp_path: Any) 
     folder = make_tiny_model(tmp_path / "untied", tied=False, heads=4, kv_heads=4, seed=5)
     config, tensors = ModelConfig.from_folder(folder), load_tensors(folder)
     ops = LinearOps.best(torch.float32, 1)
-    weights, _ = load(config, ops, manifest_of(tensors), tensors.items(), {})
+    weights, _ = load(config, ops, manifest_of(tensors), tensors.items())
     model = Model.build(config, ops, config.max_positions)
     prompt = ragged_prompts(1, seed=8)[0]
     ours = forward.logits(model, weights, forward.prompts(model, weights, [prompt]))
@@ -135,7 +135,7 @@ def test_bfloat16_stays_near_float32_and_pads_a_single_row(tiny: Tiny) -> None:
     exact_model, exact_weights = tiny.weights()
     ops = LinearOps.best(torch.bfloat16, 1)
     assert ops.padded(1) == 2
-    weights, _ = load(tiny.config, ops, manifest_of(tiny.tensors), tiny.tensors.items(), {})
+    weights, _ = load(tiny.config, ops, manifest_of(tiny.tensors), tiny.tensors.items())
     model = Model.build(tiny.config, ops, 256)
     prompt = ragged_prompts(1, seed=7)[0]
     cache = fresh_cache(model, 1)

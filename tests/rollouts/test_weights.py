@@ -1,4 +1,4 @@
-"""Taking a version's tensors: every name, shape and byte is accounted for, and buffers are reused."""
+"""Taking a version's tensors: every name, shape and byte is accounted for."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from palestra.rollouts.native import forward
 from palestra.rollouts.native.forward import Model
 from palestra.rollouts.native.linears import LinearOps, PackedLinear, packing_works
 from palestra.rollouts.native.weights import Weights, load, plan
+from palestra.types import Manifest
 from rollouts.support import Tiny, manifest_of
 
 PACKED = packing_works(torch.float32)
 
 
-def take(
-    tiny: Tiny, tensors: dict[str, Tensor], store: dict[str, Tensor] | None = None, packed: bool = PACKED
-) -> tuple[Weights, str]:
-    ops = LinearOps(torch.float32, packed, 1)
-    store = {} if store is None else store
-    return load(tiny.config, ops, manifest_of(tiny.tensors), tensors.items(), store)
+def take(tiny: Tiny, tensors: dict[str, Tensor], manifest: Manifest | None = None) -> tuple[Weights, str]:
+    ops = LinearOps(torch.float32, PACKED, 1)
+    return load(tiny.config, ops, manifest or manifest_of(tensors), tensors.items())
 
 
-def logits_of(tiny: Tiny, weights: Weights, packed: bool = PACKED) -> Tensor:
-    model = Model.build(tiny.config, LinearOps(torch.float32, packed, 1), 64)
+def logits_of(tiny: Tiny, weights: Weights) -> Tensor:
+    model = Model.build(tiny.config, LinearOps(torch.float32, PACKED, 1), 64)
     return forward.logits(model, weights, forward.prompts(model, weights, [[5, 6, 7]]))
 
 
@@ -40,13 +38,29 @@ def test_the_digest_is_that_of_the_manifest_in_whatever_order_the_tensors_come(t
     assert torch.equal(logits_of(tiny, forwards), logits_of(tiny, backwards))
 
 
-def test_one_changed_bit_changes_the_digest(tiny: Tiny) -> None:
+def test_one_changed_bit_is_refused_by_the_tensor_it_is_in(tiny: Tiny) -> None:
     """verl#7495: the engine proves what it loaded from the bytes it received."""
+    name = "model.layers.1.mlp.up_proj.weight"
     tensors = {name: t.clone() for name, t in tiny.tensors.items()}
-    flipped = tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int32)
+    flipped = tensors[name].view(torch.int32)
     flipped[3, 4] ^= 1
-    assert take(tiny, tensors)[1] != manifest_of(tiny.tensors).digest
+    with pytest.raises(WeightsError, match=f"the bytes received for {name} are not those") as caught:
+        take(tiny, tensors, manifest_of(tiny.tensors))
+    assert "'F32', shape=(64, 32)" in caught.value.expected
     assert take(tiny, tensors)[1] == manifest_of(tensors).digest
+
+
+def test_a_type_or_a_tensor_that_was_not_announced_is_refused(tiny: Tiny) -> None:
+    """The same values in another number type are other bytes."""
+    halves = {name: t.to(torch.bfloat16) for name, t in tiny.tensors.items()}
+    with pytest.raises(WeightsError, match=r"model\.embed_tokens\.weight are not those"):
+        take(tiny, tiny.tensors, manifest_of(halves))
+    fewer = {name: t for name, t in tiny.tensors.items() if name != "model.norm.weight"}
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight are not those"):
+        take(tiny, tiny.tensors, manifest_of(fewer))
+    more = tiny.tensors | {"model.extra.weight": torch.ones(2)}
+    with pytest.raises(WeightsError, match=r"model\.extra\.weight are not those"):
+        take(tiny, tiny.tensors, manifest_of(more))
 
 
 def test_a_digest_covers_the_bytes_received_not_the_bytes_computed_with(tiny: Tiny) -> None:
@@ -75,7 +89,7 @@ def test_tensors_that_are_not_contiguous_or_carry_gradients_are_taken_as_their_v
 )
 def test_an_unknown_tensor_is_refused_with_the_nearest_name(tiny: Tiny, name: str, nearest: str) -> None:
     with pytest.raises(WeightsError, match="no tensor named") as caught:
-        take(tiny, tiny.tensors | {name: torch.zeros(32, 32)})
+        take(tiny, tiny.tensors | {name: torch.zeros(32, 32)}, manifest_of(tiny.tensors))
     assert caught.value.nearest == nearest
 
 
@@ -96,39 +110,22 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(tiny: Tiny) -> No
 
 
 def test_a_tensor_given_twice_or_of_a_strange_type_is_refused(tiny: Tiny) -> None:
+    manifest = manifest_of(tiny.tensors)
     pairs = [*tiny.tensors.items(), ("model.norm.weight", torch.ones(32))]
-    ops = LinearOps(torch.float32, PACKED, 1)
     with pytest.raises(WeightsError, match="given twice"):
-        load(tiny.config, ops, manifest_of(tiny.tensors), pairs, {})
-    with pytest.raises(WeightsError, match=r"torch\.int8"):
-        take(tiny, tiny.tensors | {"model.norm.weight": torch.ones(32, dtype=torch.int8)})
-
-
-@pytest.mark.parametrize("packed", [False, *([True] if PACKED else [])])
-def test_buffers_are_allocated_once_and_used_again(tiny: Tiny, packed: bool) -> None:
-    """Fresh memory costs ten times a copy at first touch, and a third version must never be alive."""
-    store: dict[str, Tensor] = {}
-    take(tiny, tiny.tensors, store, packed)
-    places = {key: tensor.data_ptr() for key, tensor in store.items()}
-    weights, _ = take(tiny, tiny.changed(), store, packed)
-    assert {key: tensor.data_ptr() for key, tensor in store.items()} == places
-    expected, _ = take(tiny, tiny.changed(), {}, packed)
-    assert torch.equal(logits_of(tiny, weights, packed), logits_of(tiny, expected, packed))
-
-
-def test_weights_count_the_bytes_they_hold(tiny: Tiny) -> None:
-    total = sum(t.nbytes for t in tiny.tensors.values())
-    embedding = tiny.tensors["model.embed_tokens.weight"].nbytes
-    assert take(tiny, tiny.tensors, packed=False)[0].nbytes == total
-    if PACKED:  # the tied head is a packed copy of the embedding
-        assert take(tiny, tiny.tensors, packed=True)[0].nbytes == total + embedding
+        load(tiny.config, LinearOps(torch.float32, PACKED, 1), manifest, pairs)
+    for strange in (torch.int8, torch.int64, torch.float8_e4m3fn):
+        tensors = tiny.tensors | {"model.norm.weight": torch.ones(32).to(strange)}
+        with pytest.raises(WeightsError, match=str(strange)) as caught:
+            take(tiny, tensors, manifest)
+        assert caught.value.expected == "one of F64, F32, BF16, F16"
 
 
 def test_an_untied_head_has_its_own_tensor(tiny: Tiny) -> None:
     config = replace(tiny.config, tied_embeddings=False)
     assert set(plan(config)) - set(plan(tiny.config)) == {"lm_head.weight"}
     with pytest.raises(WeightsError, match=r"lm_head\.weight"):
-        load(config, LinearOps(torch.float32, PACKED, 1), manifest_of(tiny.tensors), tiny.tensors.items(), {})
+        load(config, LinearOps(torch.float32, PACKED, 1), manifest_of(tiny.tensors), tiny.tensors.items())
 
 
 def test_an_error_in_the_source_of_tensors_passes_through(tiny: Tiny) -> None:
@@ -137,7 +134,7 @@ def test_an_error_in_the_source_of_tensors_passes_through(tiny: Tiny) -> None:
         raise OSError("the connection is gone")
 
     with pytest.raises(OSError, match="the connection is gone"):
-        load(tiny.config, LinearOps(torch.float32, PACKED, 1), manifest_of(tiny.tensors), broken(), {})
+        load(tiny.config, LinearOps(torch.float32, PACKED, 1), manifest_of(tiny.tensors), broken())
 
 
 @pytest.mark.skipif(not PACKED, reason="no prepacked products here")

@@ -46,7 +46,7 @@ class Engine(Protocol):
     """A rollout engine. Methods may be called concurrently from one event loop."""
 
     async def start(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Load the first version and begin to serve it; returns the digest as ``stage`` does.
+        """Load the first version and begin to serve it; returns and raises as ``stage`` does.
 
         After an exception the engine holds nothing and can be started again.
         """
@@ -63,16 +63,18 @@ class Engine(Protocol):
     async def score(self, token_ids: Sequence[int], sampling: SamplingParams) -> tuple[float, ...]:
         """Logprobs of ``token_ids[1:]`` under the serving version, each given all tokens before it.
 
-        Temperature, top-k and top-p of ``sampling`` shape the distribution as in ``generate``.
+        Temperature, top-k and top-p of ``sampling`` shape the distribution as in
+        ``generate``; a token that top-k or top-p left out has the logprob -inf.
         """
         ...
 
     async def stage(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Take the next version's tensors while serving the current one.
 
-        Returns the manifest digest computed from the bytes actually received.
-        Raises WeightsError if a tensor is missing, unknown or has another shape;
-        then nothing is staged and the old version serves on. Names are Hugging Face names.
+        Returns the manifest digest computed from the bytes actually received, which is
+        that of ``manifest``: the engine raises WeightsError where it is not, and where a
+        tensor is missing, unknown or has another shape. Then nothing is staged and the old
+        version serves on. Names are Hugging Face names.
         """
         ...
 

@@ -38,22 +38,9 @@ _MAX_QUIET_WAITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMemory:
-    """Bytes an engine holds."""
-
-    weights_bytes: int
-    """The version that serves."""
-    staged_bytes: int
-    """The version that is staged, 0 if none is."""
-    cache_bytes: int
-    """Keys and values, reserved; what is resident may be less."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Staged:
     version: Version
     weights: Weights
-    store: dict[str, Tensor]
 
 
 class NativeEngine:
@@ -88,9 +75,7 @@ class NativeEngine:
         self._batch: DecodeBatch | None = None
         self._worker: DecodeWorker | None = None
         self._version: Version | None = None
-        self._serving: _Staged | None = None
         self._staged: _Staged | None = None
-        self._spare: dict[str, Tensor] = {}
         self._stager: ThreadPoolExecutor | None = None
         self._update = asyncio.Lock()
         self._closed = False
@@ -108,12 +93,12 @@ class NativeEngine:
                     "the engine has been started already", expected="stage and commit from here on"
                 )
             try:
-                staged, digest = await self._load(manifest, tensors)
+                digest = await self._load(manifest, tensors)
                 model = Model.build(self._config, self._ops, self._context)
                 self._batch = DecodeBatch(model, max_running=self._max_running, context=self._context)
                 self._worker = DecodeWorker(self._batch, threads=self._threads)
                 self._worker.start()
-                await self._install(staged, self._worker)
+                await self._install(manifest.version, self._worker)
             except BaseException:
                 await self._drop()
                 raise
@@ -157,19 +142,12 @@ class NativeEngine:
         """Take the next version's tensors while serving the current one; iterated in another thread."""
         async with self._update:
             self._running_worker()
-            _, digest = await self._load(manifest, tensors)
-            return digest
+            return await self._load(manifest, tensors)
 
     async def commit(self, version: Version) -> None:
         """Swap to the staged version between two decode steps; running requests continue on it."""
         async with self._update:
-            worker = self._running_worker()
-            if self._staged is None or self._staged.version != version:
-                held = f"{self._staged.version} is staged" if self._staged else "nothing is staged"
-                raise WeightsError(
-                    f"{version} cannot be committed: {held}", expected="stage(manifest, tensors) of it first"
-                )
-            await self._install(self._staged, worker)
+            await self._install(version, self._running_worker())
 
     @property
     def version(self) -> Version | None:
@@ -187,14 +165,6 @@ class NativeEngine:
             running=running,
             waiting=max(0, self._live - running),
             busy_s=self._worker.busy_s,
-        )
-
-    def memory(self) -> EngineMemory:
-        """Bytes of weights and cache that the engine holds now."""
-        return EngineMemory(
-            weights_bytes=self._serving.weights.nbytes if self._serving else 0,
-            staged_bytes=self._staged.weights.nbytes if self._staged else 0,
-            cache_bytes=self._batch.cache.nbytes if self._batch else 0,
         )
 
     async def close(self) -> None:
@@ -269,25 +239,32 @@ class NativeEngine:
 
     # -- weights
 
-    async def _load(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> tuple[_Staged, str]:
-        """Fill the spare buffers in the staging thread; only a complete version becomes staged."""
+    async def _load(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Build a version in the staging thread; only a complete and proven one becomes staged."""
         self._staged = None
         if self._stager is None:
             self._stager = ThreadPoolExecutor(
                 1, "palestra-stage", initializer=limit_this_thread, initargs=(1,)
             )
         loop = asyncio.get_running_loop()
-        staged, digest = await loop.run_in_executor(
-            self._stager, _load_version, self._config, self._ops, manifest, tensors, self._spare
+        self._staged, digest = await loop.run_in_executor(
+            self._stager, _load_version, self._config, self._ops, manifest, tensors
         )
-        self._staged = staged
-        return staged, digest
+        if self._closed:  # while this waited: the close has forgotten everything, and nothing may come after
+            self._staged = None
+            self._check_open()
+        return digest
 
-    async def _install(self, staged: _Staged, worker: DecodeWorker) -> None:
-        """Let ``staged`` serve. Cancelling waits for the swap: only then are the old buffers free."""
+    async def _install(self, version: Version, worker: DecodeWorker) -> None:
+        """Let what is staged serve. Cancelling waits for the swap: only then is it known what serves."""
+        if self._staged is None or self._staged.version != version:
+            held = f"{self._staged.version} is staged" if self._staged else "nothing is staged"
+            raise WeightsError(
+                f"{version} cannot be committed: {held}", expected="stage(manifest, tensors) of it first"
+            )
         self._flush()
         answer: Future[None] = Future()
-        worker.post(Install(staged.weights, staged.version, answer))
+        worker.post(Install(self._staged.weights, version, answer))
         waiter = asyncio.wrap_future(answer)
         cancelled: asyncio.CancelledError | None = None
         while not waiter.done():
@@ -296,8 +273,8 @@ class NativeEngine:
             except asyncio.CancelledError as error:
                 cancelled = error
         waiter.result()
-        self._spare = self._serving.store if self._serving else {}
-        self._serving, self._staged, self._version = staged, None, staged.version
+        self._check_open()
+        self._staged, self._version = None, version
         if cancelled is not None:
             raise cancelled
 
@@ -310,8 +287,7 @@ class NativeEngine:
         if stager is not None:
             await loop.run_in_executor(None, stager.shutdown)
         self._batch = self._worker = self._stager = None
-        self._version = self._serving = self._staged = None
-        self._spare = {}
+        self._version = self._staged = None
 
     # -- state
 
@@ -330,15 +306,11 @@ class NativeEngine:
 
 
 def _load_version(
-    config: ModelConfig,
-    ops: LinearOps,
-    manifest: Manifest,
-    tensors: Iterable[tuple[str, Tensor]],
-    store: dict[str, Tensor],
+    config: ModelConfig, ops: LinearOps, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[_Staged, str]:
     with boundary(Boundary.WEIGHTS, f"taking the tensors of {manifest.version}"), torch.inference_mode():
-        weights, digest = load(config, ops, manifest, tensors, store)
-    return _Staged(manifest.version, weights, store), digest
+        weights, digest = load(config, ops, manifest, tensors)
+    return _Staged(manifest.version, weights), digest
 
 
 def _checked_context(context_tokens: int, config: ModelConfig, folder: Path) -> int:

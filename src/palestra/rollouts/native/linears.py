@@ -29,11 +29,8 @@ PACK_ROWS = 64
 class PackedLinear:
     """``x @ weight.T`` from a oneDNN-reordered copy of the weight."""
 
-    owns_memory = True
-
     def __init__(self, dense_OI: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(dense_OI, PACK_ROWS)
-        self.nbytes = dense_OI.nbytes
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x_NI, self._packed, None, "none", [], "")
@@ -42,11 +39,8 @@ class PackedLinear:
 class DenseLinear:
     """``x @ weight.T`` from the weight as it lies in its buffer."""
 
-    owns_memory = False
-
     def __init__(self, dense_OI: Tensor) -> None:
         self._weight_OI = dense_OI
-        self.nbytes = dense_OI.nbytes
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         return linear(x_NI, self._weight_OI)

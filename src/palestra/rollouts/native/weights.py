@@ -2,44 +2,27 @@
 
 Tensors come in under their Hugging Face names in any order; each is checked,
 hashed as received, converted and put into its place in a fused tensor (query,
-key and value; gate and up). Nothing serves from here before every tensor has
-arrived. Two sets of buffers are kept and used in turn, so staging allocates only
-once and never touches the weights that serve; prepacked copies live as long as
-their version. At most two versions are alive at any time.
+key and value; gate and up). A version exists only if every tensor has arrived
+and every byte is the one its manifest announced. It lives in memory of its own,
+so staging one never touches the one that serves, and a version nobody uses
+leaves nothing behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from palestra.errors import WeightsError, nearest
 from palestra.models.config import ModelConfig
+from palestra.models.tensors import DTYPE_NAMES, entry_of
 from palestra.rollouts.native.linears import Linear, LinearOps
 from palestra.types import Manifest, TensorEntry
 
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-}
-"""The types a tensor may arrive in, as safetensors writes them."""
-
-
-class Store(Protocol):
-    """Where a version's plain buffers live: the same tensor for the same key, every time."""
-
-    def __getitem__(self, key: str, /) -> Tensor: ...
-
-    def __setitem__(self, key: str, value: Tensor, /) -> None: ...
-
-    def __contains__(self, key: object, /) -> bool: ...
+_LINEARS = ("qkv", "output", "gate_up", "down", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +52,6 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Linear
-    nbytes: int
 
 
 def plan(config: ModelConfig) -> dict[str, Part]:
@@ -97,38 +79,48 @@ def plan(config: ModelConfig) -> dict[str, Part]:
 
 
 def load(
-    config: ModelConfig,
-    ops: LinearOps,
-    manifest: Manifest,
-    tensors: Iterable[tuple[str, Tensor]],
-    store: Store,
+    config: ModelConfig, ops: LinearOps, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[Weights, str]:
-    """The weights and the manifest digest computed from the bytes received.
+    """The weights, and the manifest digest computed from the bytes received.
 
-    Writes into ``store``, which is garbage after an exception. Raises WeightsError
-    for a tensor that is unknown, given twice, of another shape or type, or missing.
+    Raises WeightsError for a tensor that is unknown, given twice, of another shape or
+    type, or missing, and where the bytes received are not those of ``manifest``.
     """
     where = f"weights {manifest.version}"
-    loader = _Loader(config, ops, store)
-    entries: list[TensorEntry] = []
-    seen: set[str] = set()
+    loader = _Loader(config, ops)
+    received: dict[str, TensorEntry] = {}
     for name, tensor in tensors:
-        part = _checked(loader.parts, name, tensor, seen, where)
-        seen.add(name)
+        part = _checked(loader.parts, name, tensor, received, where)
         plain = tensor.detach().cpu().contiguous()
-        entries.append(_entry(name, plain))
+        received[name] = entry_of(name, plain)
         loader.put(part, plain)
-    missing = [name for name in loader.parts if name not in seen]
+    missing = [name for name in loader.parts if name not in received]
     if missing:
         raise WeightsError(
             f"{len(missing)} of {len(loader.parts)} tensors are missing, first {missing[0]}",
             where=where,
             expected="every tensor of the model, once",
         )
-    return loader.finish(), Manifest.digest_of(entries)
+    _check_bytes(manifest, received, where)
+    return loader.finish(), Manifest.digest_of(tuple(received.values()))
 
 
-def _checked(parts: dict[str, Part], name: str, tensor: Tensor, seen: set[str], where: str) -> Part:
+def _check_bytes(manifest: Manifest, received: dict[str, TensorEntry], where: str) -> None:
+    announced = {entry.name: entry for entry in manifest.tensors}
+    names = [*received, *announced]
+    different = next((name for name in names if received.get(name) != announced.get(name)), None)
+    if different is not None:
+        raise WeightsError(
+            f"the bytes received for {different} are not those its manifest announced",
+            where=where,
+            expected=f"{announced.get(different, 'no such tensor')}",
+            next_command="the same command again; if it repeats, the transport corrupts data",
+        )
+
+
+def _checked(
+    parts: dict[str, Part], name: str, tensor: Tensor, received: dict[str, TensorEntry], where: str
+) -> Part:
     part = parts.get(name)
     if part is None:
         tied = name == "lm_head.weight"
@@ -138,88 +130,55 @@ def _checked(parts: dict[str, Part], name: str, tensor: Tensor, seen: set[str], 
             expected="the head under the input embedding's name: they are tied" if tied else "",
             nearest="model.embed_tokens.weight" if tied else nearest(name, parts),
         )
-    if name in seen:
+    if name in received:
         raise WeightsError(f"{name} was given twice", where=where, expected="every tensor once")
     if tuple(tensor.shape) != part.shape:
         raise WeightsError(
             f"{name} has shape {list(tensor.shape)}", where=where, expected=f"shape {list(part.shape)}"
         )
-    if tensor.dtype not in DTYPE_NAMES:
+    if not (tensor.is_floating_point() and tensor.dtype in DTYPE_NAMES):
+        floats = [name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point]
         raise WeightsError(
-            f"{name} has type {tensor.dtype}",
-            where=where,
-            expected=f"one of {', '.join(str(t).removeprefix('torch.') for t in DTYPE_NAMES)}",
+            f"{name} has type {tensor.dtype}", where=where, expected=f"one of {', '.join(floats)}"
         )
     return part
 
 
-def _entry(name: str, tensor: Tensor) -> TensorEntry:
-    data = tensor.reshape(-1).view(torch.uint8).numpy()
-    digest = xxhash.xxh3_128_hexdigest(data.data)
-    return TensorEntry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data.nbytes, digest)
-
-
 class _Loader:
-    """Fuses parts into buffers, and packs a buffer as soon as its last part has come."""
+    """Fuses parts into buffers; a linear is made, and its buffer let go, once its last part has come."""
 
-    def __init__(self, config: ModelConfig, ops: LinearOps, store: Store) -> None:
+    def __init__(self, config: ModelConfig, ops: LinearOps) -> None:
         self.parts = plan(config)
         self._config = config
         self._ops = ops
-        self._store = store
-        self._rows: dict[str, int] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._missing_rows: dict[str, int] = {}
         for part in self.parts.values():
-            rows = max(self._rows.get(part.key, 0), part.first_row + part.shape[0])
-            self._rows[part.key] = rows
-            self._shapes[part.key] = (rows, *part.shape[1:])
-        self._scratch: dict[tuple[int, ...], list[Tensor]] = {}
-        self._open: dict[str, Tensor] = {}
+            self._missing_rows[part.key] = self._missing_rows.get(part.key, 0) + part.shape[0]
+        self._buffers: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
 
     def put(self, part: Part, tensor: Tensor) -> None:
-        buffer = self._buffer(part.key)
-        buffer[part.first_row : part.first_row + part.shape[0]].copy_(tensor)
-        self._rows[part.key] -= part.shape[0]
-        if self._rows[part.key] == 0 and self._is_linear(part.key):
-            self._linears[part.key] = self._ops.make(buffer)
-            scratch = self._open.pop(part.key, None)
-            if scratch is not None:
-                self._scratch.setdefault(self._shapes[part.key], []).append(scratch)
+        key = part.key
+        if key not in self._buffers:
+            shape = (self._missing_rows[key], *part.shape[1:])
+            self._buffers[key] = torch.empty(shape, dtype=self._ops.dtype)
+        self._buffers[key][part.first_row : part.first_row + part.shape[0]].copy_(tensor)
+        self._missing_rows[key] -= part.shape[0]
+        if self._missing_rows[key] == 0 and key.rpartition(".")[2] in _LINEARS:
+            self._linears[key] = self._ops.make(self._buffers.pop(key))
 
     def finish(self) -> Weights:
-        embedding = self._store["embedding"]
-        head = self._linears.get("head") or self._ops.make(embedding)
+        embedding = self._buffers["embedding"]
         layers = tuple(
             Layer(
-                input_norm=self._store[f"{i}.input_norm"],
+                input_norm=self._buffers[f"{i}.input_norm"],
                 qkv=self._linears[f"{i}.qkv"],
                 output=self._linears[f"{i}.output"],
-                post_norm=self._store[f"{i}.post_norm"],
+                post_norm=self._buffers[f"{i}.post_norm"],
                 gate_up=self._linears[f"{i}.gate_up"],
                 down=self._linears[f"{i}.down"],
             )
             for i in range(self._config.layers)
         )
-        linears = [linear for key, linear in self._linears.items() if key not in self._store]
-        plain = [self._store[key] for key in self._shapes if key in self._store]
-        if head.owns_memory and "head" not in self._linears:
-            linears.append(head)
-        nbytes = sum(linear.nbytes for linear in linears) + sum(t.nbytes for t in plain)
-        return Weights(embedding, layers, self._store["norm"], head, nbytes)
-
-    @staticmethod
-    def _is_linear(key: str) -> bool:
-        return key.rpartition(".")[2] in ("qkv", "output", "gate_up", "down", "head")
-
-    def _buffer(self, key: str) -> Tensor:
-        """The plain buffer of ``key``: kept in the store, or borrowed until the linear is packed."""
-        if not (self._ops.packed and self._is_linear(key)):
-            if key not in self._store:
-                self._store[key] = torch.empty(self._shapes[key], dtype=self._ops.dtype)
-            return self._store[key]
-        if key not in self._open:
-            free = self._scratch.get(self._shapes[key])
-            shape = self._shapes[key]
-            self._open[key] = free.pop() if free else torch.empty(shape, dtype=self._ops.dtype)
-        return self._open[key]
+        head = self._linears.get("head") or self._ops.make(embedding)
+        return Weights(embedding, layers, self._buffers["norm"], head)
