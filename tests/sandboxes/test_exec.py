@@ -163,7 +163,7 @@ async def test_what_no_program_can_be_given_is_refused(
 
 
 async def test_a_program_with_a_nul_in_an_argument_is_the_programs_failure(host: BubblewrapHost) -> None:
-    """NeMo-Gym PR#2552 (case 14), the other way round: what the model wrote is scored, it does not abstain."""
+    """NeMo-Gym PR#2552 (case 14), the other way round: what the model wrote is scored."""
     async with host.open(SandboxSpec()) as box:
         result = await box.exec(["/usr/bin/python3", "-c", "print(1)\0"])
     assert result.exit_code == 126
