@@ -49,13 +49,14 @@ def make_batch(vocab: int, shared: bool) -> Any:
     return pack(groups, advantages, SamplingParams())
 
 
-def whole_head() -> Any:
+class WholeHead:
     """What the chunked head replaces: all logits at once, and autograd through them."""
-    import torch
 
-    from palestra.trainer.head import HeadResult
+    def train(self, hidden, weight, targets, distribution, term_of, weight_grad) -> Any:
+        import torch
 
-    def head(hidden, weight, targets, distribution, term_of, weight_grad) -> HeadResult:
+        from palestra.trainer.head import HeadResult
+
         hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         logprobs = (hidden @ weight.t() / distribution.temperature).log_softmax(-1)
         own = logprobs.gather(1, targets[:, None])[:, 0]
@@ -65,8 +66,6 @@ def whole_head() -> Any:
         loss.sum().backward()
         weight_grad += weight.grad
         return HeadResult(own.detach(), entropy, loss.sum().item(), int(clipped.sum()), hidden.grad)
-
-    return head
 
 
 def useful_flops(config: Any, tokens: int, targets: int) -> float:
@@ -102,7 +101,7 @@ def work(pipe: Connection, variant: str, folder: Path, threads: int, micro_batch
     settings = TrainerSettings(threads=threads, micro_batch_tokens=micro_batch_tokens)
     trainer = TorchTrainer(folder, settings)
     if variant == "whole head":
-        trainer._head = whole_head()
+        trainer._head = WholeHead()
     flops = useful_flops(config, batch.token_count, batch.target_count)
     while pipe.recv():
         limit = matmul_flops_per_cpu_s(threads)

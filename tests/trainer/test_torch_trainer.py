@@ -47,9 +47,24 @@ def some_batch(seed: int = 5, temperature: float = 1.0) -> Batch:
 
 def gradients(trainer: TorchTrainer, batch: Batch, spec: LossSpec) -> dict[str, torch.Tensor]:
     """What one step accumulates; a learning rate of 0 leaves the masters alone."""
-    trainer.step(batch, spec, 0.0)
-    assert trainer._optimizer is not None
-    return {name: gradient.clone() for name, gradient in trainer._optimizer.gradients.items()}
+    return step_and_gradients(trainer, batch, spec, 0.0)
+
+
+def step_and_gradients(
+    trainer: TorchTrainer, batch: Batch, spec: LossSpec, rate: float
+) -> dict[str, torch.Tensor]:
+    """One step, and the gradients as the optimiser found them: afterwards they are gone."""
+    optimizer, seen = trainer._prepare(), {}
+    update = optimizer.update
+
+    def spy(learning_rate: float, norm: float) -> None:
+        seen.update({name: master.grad.clone() for name, master in trainer._masters.items()})
+        update(learning_rate, norm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "update", spy)
+        trainer.step(batch, spec, rate)
+    return seen
 
 
 def with_old(batch: Batch, old: torch.Tensor) -> Batch:
@@ -202,10 +217,9 @@ def test_updates_equal_torchs_adamw_and_decay_spares_the_norms(folder: Path) -> 
         foreach=False,
     )
     for seed in (1, 2, 3):
-        trainer.step(some_batch(seed), LossSpec(), 1e-2)
-        assert trainer._optimizer is not None
+        found = step_and_gradients(trainer, some_batch(seed), LossSpec(), 1e-2)
         for name, copy in copies.items():
-            copy.grad = trainer._optimizer.gradients[name].clone()
+            copy.grad = found[name]
         oracle.step()
     for name, tensor in trainer.export():
         torch.testing.assert_close(tensor, copies[name].detach(), rtol=1e-5, atol=1e-6)
@@ -237,6 +251,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
         assert all(torch.equal(t, moments[moment][n]) for n, t in tensors.items())
     after = trainer.step(batch, LossSpec(), 1e-3)
     assert after.applied, "the bad gradient must not linger"
+
+
+@pytest.mark.parametrize("weight", [1.0, 3e38, None], ids=["applied", "not finite", "failed"])
+def test_no_gradient_outlives_its_step(
+    folder: Path, weight: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients take as much memory as the weights, and the engine samples next."""
+    trainer = TorchTrainer(folder, SETTINGS)
+    batch = some_batch(3)
+    if weight is None:
+
+        def explode() -> float:
+            raise RuntimeError("no memory, say")
+
+        monkeypatch.setattr(trainer._prepare(), "gradient_norm", explode)
+        with pytest.raises(TrainerError, match="no memory, say"):
+            trainer.step(batch, LossSpec(), 1e-3)
+    else:
+        weights = array("f", [w * weight for w in batch.weights_N])
+        assert trainer.step(replace(batch, weights_N=weights), LossSpec(), 1e-3).applied == (weight == 1.0)
+    assert [name for name, master in trainer._masters.items() if master.grad is not None] == []
+
+
+def test_scoring_builds_no_gradient(folder: Path) -> None:
+    trainer = TorchTrainer(folder, SETTINGS)
+    trainer.logprobs(some_batch(3))
+    assert all(master.grad is None for master in trainer._masters.values())
 
 
 @pytest.mark.parametrize(("field", "bad"), [("tokens_T", 259), ("targets_N", 259), ("targets_N", -1)])

@@ -3,14 +3,18 @@
 A group is compared only with itself: its advantages sum to zero, whatever its
 size, and no member's advantage depends on another group. Groups may be ragged
 and may be singletons. A group that says nothing (one member, or all rewards
-equal) has advantages of exactly 0, never rounding noise divided by epsilon, so
-"zero advantage" can be tested with ``== 0``. Pure Python: no framework, no I/O.
+equal but for rounding) has advantages of exactly 0, never rounding noise divided
+by epsilon, so "zero advantage" can be tested with ``== 0``. Pure Python: no
+framework, no I/O.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+ROUNDING = 1e-12
+"""Rewards this close, relative to the largest (or to 1), are equal: a float keeps 16 digits."""
 
 
 def group_advantages(
@@ -20,7 +24,8 @@ def group_advantages(
 
     GRPO (DeepSeekMath, arXiv:2402.03300): ``(r - mean) / (std + epsilon)`` with the
     sample standard deviation (Bessel's n - 1). ``normalize_std=False`` is Dr. GRPO
-    (arXiv:2503.20783): ``r - mean``. One member, or equal rewards: exactly 0.
+    (arXiv:2503.20783): ``r - mean``. One member, or rewards that differ by rounding
+    only: exactly 0.
 
     Raises ValueError for a reward that is not finite or a negative epsilon.
     """
@@ -30,7 +35,10 @@ def group_advantages(
         if not math.isfinite(reward):
             raise ValueError(f"rewards[{index}] is not finite: {reward}")
     count = len(rewards)
-    if count < 2 or min(rewards) == max(rewards):
+    if count < 2:
+        return [0.0] * count
+    least, most = min(rewards), max(rewards)
+    if most - least <= ROUNDING * max(1.0, abs(least), abs(most)):
         return [0.0] * count
     mean = math.fsum(reward / count for reward in rewards)
     deviations = [reward - mean for reward in rewards]

@@ -151,16 +151,11 @@ class Part:
     target_rows: array[int]
 
 
-def split(batch: Batch, max_tokens: int) -> list[Batch]:
+def partition(batch: Batch, max_tokens: int) -> list[Part]:
     """The batch as micro-batches of at most ``max_tokens`` packed tokens, in order.
 
     Trees are never cut: one that is larger than ``max_tokens`` is its own micro-batch.
     """
-    return [part.batch for part in partition(batch, max_tokens)]
-
-
-def partition(batch: Batch, max_tokens: int) -> list[Part]:
-    """``split``, with the rows of the whole batch that each micro-batch's targets came from."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
     runs: list[tuple[int, int]] = []

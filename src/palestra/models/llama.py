@@ -5,20 +5,20 @@ run of tokens and leaves to the caller's ``attend`` which token sees which. It
 returns final hidden states; the vocabulary-wide head is the caller's, because
 only it knows which rows predict something. Parameters are the fp32 masters;
 ``compute_dtype`` is what the matrix products run in, and the residual stream
-and the norms stay fp32.
+and the norms stay fp32. A backward pass adds to the parameters' ``grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from palestra.errors import ModelSourceError
 from palestra.models.config import ModelConfig
+from palestra.models.functions import GatedDown, Lookup, Project, RmsNorm, Rotate
+from palestra.models.rotary import rotary_tables
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries [T, heads, D], keys [T, kv_heads, D], values [T, kv_heads, D]) -> [T, heads, D]."""
@@ -77,25 +77,11 @@ class Llama(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, hidden], in the compute dtype."""
-        return self.decode(
-            functional.embedding(tokens_T, self.model.embed_tokens.weight), positions_T, attend
-        )
-
-    def decode(self, embedded_TH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """``forward`` after the embedding; a caller that owns the rows' gradient begins here."""
-        hidden = embedded_TH
-        cos, sin = self._rotary(positions_T)
+        hidden: Tensor = Lookup.apply(self.model.embed_tokens.weight, tokens_T)  # type: ignore[assignment]
+        cos, sin = rotary_tables(self.config, positions_T, self.compute_dtype)
         for layer in self.model.layers:
             hidden = layer(hidden, cos, sin, attend)
         return self.model.norm(hidden).to(self.compute_dtype)
-
-    def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.config.head_dim // 2
-        exponent = torch.arange(half, dtype=torch.float32) * 2 / self.config.head_dim
-        inverse = 1.0 / (self.config.rope_theta**exponent)
-        angles = positions_T.to(torch.float32)[:, None] * inverse
-        angles = torch.cat((angles, angles), -1)[:, None, :]
-        return angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
 
 
 class _Weight(nn.Module):
@@ -105,8 +91,10 @@ class _Weight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.to(x.dtype))
+
+def _project(x: Tensor, *matrices: _Weight) -> tuple[Tensor, ...]:
+    """``x`` times each matrix, with one gradient of ``x`` for all of them."""
+    return Project.apply(x, *(matrix.weight for matrix in matrices))  # type: ignore[return-value]
 
 
 class _Norm(nn.Module):
@@ -116,26 +104,7 @@ class _Norm(nn.Module):
         self.epsilon = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RmsNorm.apply(x, self.weight, self.epsilon)  # type: ignore[return-value]  # untyped in torch
-
-
-class _RmsNorm(torch.autograd.Function):
-    """Saves its input and one number per row; half the time of the composed backward on a CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        scale = x.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        weight_grad = (grads[0] * normed).sum(0)
-        grad = grads[0] * weight
-        mean = torch.linalg.vecdot(grad, normed).div_(x.shape[-1])[:, None]
-        return normed.mul_(-mean).add_(grad).mul_(scale), weight_grad, None
+        return RmsNorm.apply(x, self.weight, self.epsilon)  # type: ignore[return-value]  # untyped in torch
 
 
 class _Body(nn.Module):
@@ -170,14 +139,10 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         split = (len(x), -1, self.head_dim)
-        queries = _rotate(self.q_proj(x).view(split), cos, sin)
-        keys = _rotate(self.k_proj(x).view(split), cos, sin)
-        return self.o_proj(attend(queries, keys, self.v_proj(x).view(split)).reshape(len(x), -1))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat((-right, left), -1) * sin
+        queries, keys, values = _project(x, self.q_proj, self.k_proj, self.v_proj)
+        queries = Rotate.apply(queries.view(split), cos, sin)
+        keys = Rotate.apply(keys.view(split), cos, sin)
+        return _project(attend(queries, keys, values.view(split)).reshape(len(x), -1), self.o_proj)[0]
 
 
 class _Mlp(nn.Module):
@@ -188,26 +153,5 @@ class _Mlp(nn.Module):
         self.down_proj = _Weight(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.down_proj.weight.to(x.dtype)
-        return _GatedDown.apply(self.gate_proj(x), self.up_proj(x), weight)  # type: ignore[return-value]
-
-
-class _GatedDown(torch.autograd.Function):
-    """``silu(gate) * up`` and the projection after it; saves only gate and up, the widest rows of a layer."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        return functional.linear(functional.silu(gate).mul_(up), weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up, weight = ctx.saved_tensors
-        inner_grad = grads[0] @ weight
-        share = gate.sigmoid()
-        active = gate * share
-        weight_grad = grads[0].t() @ (active * up)
-        up_grad = inner_grad * active
-        # d silu = share * (1 + gate * (1 - share)) = share + active * (1 - share)
-        slope = active.sub_(active * share).add_(share)
-        return inner_grad.mul_(up).mul_(slope), up_grad, weight_grad
+        gate, up = _project(x, self.gate_proj, self.up_proj)
+        return GatedDown.apply(gate, up, self.down_proj.weight)  # type: ignore[return-value]

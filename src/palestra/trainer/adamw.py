@@ -16,32 +16,31 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from palestra.models.functions import gradient_of
 from palestra.trainer.settings import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Owns the gradients and moments of ``masters``; all are allocated once."""
+    """Owns the moments of ``masters``, which are allocated once. Gradients live from backward to update."""
 
     def __init__(self, masters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
         self._masters = masters
         self._settings = settings
-        self.gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         self.moments: dict[str, dict[str, Tensor]] = {
             moment: {name: torch.zeros_like(master) for name, master in masters.items()} for moment in MOMENTS
         }
         self.updates = 0
-        for name, master in masters.items():
-            master.grad = self.gradients[name]
 
-    def zero_gradients(self) -> None:
-        for gradient in self.gradients.values():
-            gradient.zero_()
+    def free_gradients(self) -> None:
+        """A gradient takes as much memory as the weights, and sampling comes next: none is kept."""
+        for master in self._masters.values():
+            master.grad = None
 
     def gradient_norm(self) -> float:
         """Global L2 norm; inf or nan where any gradient is."""
-        return torch.nn.utils.get_total_norm(list(self.gradients.values())).item()
+        return torch.nn.utils.get_total_norm([gradient_of(m) for m in self._masters.values()]).item()
 
     @torch.no_grad()
     def update(self, learning_rate: float, norm: float) -> None:
@@ -52,7 +51,7 @@ class AdamW:
         for decay, names in self._decay_groups():
             adamw(
                 [self._masters[name] for name in names],
-                [self.gradients[name] for name in names],
+                [gradient_of(self._masters[name]) for name in names],
                 [self.moments["exp_avg"][name] for name in names],
                 [self.moments["exp_avg_sq"][name] for name in names],
                 [],

@@ -4,30 +4,27 @@ Targets go through in chunks. Because a loss term depends on one logprob only, a
 chunk's gradient is taken while its probabilities are still there: nothing of
 vocabulary width is saved or computed twice.
 
-**The distribution** (the sampler's, and the same one in every engine). Logits are
-divided by the temperature. ``top_k`` > 0 keeps every token whose logit is at
-least the k-th largest (ties at the k-th are all kept). ``top_p`` < 1 then looks
-at the distribution renormalised over what top-k kept, and keeps the smallest set
-of most probable tokens whose probabilities sum to at least ``top_p``: the token
-that crosses it is kept, and so are its exact ties. What is kept is renormalised.
-A trained target always counts as kept: it *was* sampled, and rounding at the
-edge must not make its logprob minus infinity. Which tokens are kept is a
-constant to the gradient.
+**The distribution** is the one the target was sampled from. Logits are divided
+by the temperature, `palestra.algorithms.truncation` says which tokens top-k and
+top-p keep, and what is kept is renormalised. A trained target always counts as
+kept: it *was* sampled, and rounding at the edge must not make its logprob minus
+infinity. Which tokens are kept is a constant to the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from palestra.algorithms.losses import TargetLoss
+from palestra.algorithms.truncation import least_kept
+from palestra.models.functions import add_product
 
 _CHUNK_BYTES = 48 << 20
 _MIN_ROWS, _MAX_ROWS = 32, 512
-_CANDIDATES = 1024
 
 TermOf = Callable[[Tensor, slice], TargetLoss]
 """(logprobs of some targets, which targets) -> their loss terms."""
@@ -47,10 +44,10 @@ class HeadResult:
     logprobs_N: Tensor
     entropy_N: Tensor
     """Nats, of the distribution the target was sampled from."""
-    loss: float = 0.0
-    """The sum of the terms; 0 where no term was asked for."""
-    clipped: int = 0
-    hidden_grad_NH: Tensor | None = None
+    loss: float
+    """The sum of the terms."""
+    clipped: int
+    hidden_grad_NH: Tensor
 
 
 class Head:
@@ -63,45 +60,49 @@ class Head:
         self._buffers = [torch.empty(0), torch.empty(0)]
 
     @torch.no_grad()
-    def __call__(
+    def score(
+        self, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, distribution: Distribution
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [N] in fp32. Products run in the dtype of ``hidden_NH``."""
+        weight, scaled = weight_VH.to(hidden_NH.dtype), _scaled(hidden_NH, distribution)
+        chunks = self._chunks(scaled, weight, targets_N, distribution)
+        logprobs, entropies = zip(*((chunk.logprobs, chunk.entropy) for _, chunk in chunks), strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @torch.no_grad()
+    def train(
         self,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         targets_N: Tensor,
         distribution: Distribution,
-        term_of: TermOf | None = None,
-        weight_grad_VH: Tensor | None = None,
+        term_of: TermOf,
+        weight_grad_VH: Tensor,
     ) -> HeadResult:
-        """Logprobs and entropies in fp32; with ``term_of`` also the loss and its gradients.
-
-        ``hidden_grad_NH`` is the loss's gradient; the weight's is added to
-        ``weight_grad_VH``. Products run in the dtype of ``hidden_NH``.
-        """
-        scaled = hidden_NH if distribution.temperature == 1 else hidden_NH / distribution.temperature
-        weight = weight_VH.to(hidden_NH.dtype)
-        count = len(targets_N)
-        logprobs, entropy = torch.empty(count), torch.empty(count)
-        hidden_grad = torch.empty_like(hidden_NH) if term_of else None
-        losses: list[float] = []
-        clipped = 0
-        for start in range(0, count, self.chunk_rows):
-            rows = slice(start, min(start + self.chunk_rows, count))
-            targets = targets_N[rows]
-            chunk = self._normalise(scaled[rows], weight, targets, distribution)
+        """`score` with the loss and its gradients; the weight's is added to ``weight_grad_VH``."""
+        weight, scaled = weight_VH.to(hidden_NH.dtype), _scaled(hidden_NH, distribution)
+        logprobs, entropy = torch.empty(len(targets_N)), torch.empty(len(targets_N))
+        hidden_grad = torch.empty_like(hidden_NH)
+        loss, clipped = 0.0, 0
+        for rows, chunk in self._chunks(scaled, weight, targets_N, distribution):
             logprobs[rows], entropy[rows] = chunk.logprobs, chunk.entropy
-            if term_of and hidden_grad is not None and weight_grad_VH is not None:
-                loss, grad, clips = _gradient(term_of, chunk.logprobs, rows)
-                losses.append(loss)
-                clipped += clips
-                logits_grad = chunk.gradient(targets, grad).to(hidden_NH.dtype)
-                torch.mm(logits_grad.t(), weight, out=hidden_grad[rows])
-                if hidden_NH.dtype == weight_grad_VH.dtype:
-                    weight_grad_VH.addmm_(logits_grad, scaled[rows])
-                else:
-                    weight_grad_VH += logits_grad @ scaled[rows]
-        if hidden_grad is not None and distribution.temperature != 1:
+            terms, grad, clips = _gradient(term_of, chunk.logprobs, rows)
+            loss += terms
+            clipped += clips
+            logits_grad = chunk.gradient(targets_N[rows], grad).to(hidden_NH.dtype)
+            torch.mm(logits_grad.t(), weight, out=hidden_grad[rows])
+            add_product(weight_grad_VH, logits_grad, scaled[rows])
+        if distribution.temperature != 1:
             hidden_grad /= distribution.temperature
-        return HeadResult(logprobs, entropy, sum(losses), clipped, hidden_grad)
+        return HeadResult(logprobs, entropy, loss, clipped, hidden_grad)
+
+    def _chunks(
+        self, scaled: Tensor, weight: Tensor, targets_N: Tensor, distribution: Distribution
+    ) -> Iterator[tuple[slice, _Chunk]]:
+        """Which targets, and their distributions; the next chunk overwrites the last one's weights."""
+        for start in range(0, len(targets_N), self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, len(targets_N)))
+            yield rows, self._normalise(scaled[rows], weight, targets_N[rows], distribution)
 
     def _normalise(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, distribution: Distribution
@@ -149,6 +150,10 @@ class _Chunk:
         return self.weights_Vn
 
 
+def _scaled(hidden_NH: Tensor, distribution: Distribution) -> Tensor:
+    return hidden_NH if distribution.temperature == 1 else hidden_NH / distribution.temperature
+
+
 def _gradient(term_of: TermOf, logprobs: Tensor, rows: slice) -> tuple[float, Tensor, int]:
     with torch.enable_grad():
         leaf = logprobs.detach().clone().requires_grad_()
@@ -160,27 +165,9 @@ def _gradient(term_of: TermOf, logprobs: Tensor, rows: slice) -> tuple[float, Te
 
 def kept_tokens(logits_Vn: Tensor, targets_n: Tensor, distribution: Distribution) -> Tensor | None:
     """[V, n], True where the distribution keeps a token; None where it keeps all. See the module's text."""
-    vocab = len(logits_Vn)
-    use_k = 0 < distribution.top_k < vocab
-    if not use_k and distribution.top_p >= 1:
+    vocab, count = logits_Vn.shape
+    if not 0 < distribution.top_k < vocab and distribution.top_p >= 1:
         return None
-    kept = torch.ones_like(logits_Vn, dtype=torch.bool)
-    if use_k:
-        kept &= logits_Vn >= logits_Vn.topk(distribution.top_k, dim=0).values[-1]
-    if distribution.top_p < 1:
-        limited = logits_Vn.masked_fill(~kept, -torch.inf)
-        kept &= limited >= _top_p_edge(limited, distribution.top_p)
-    return kept.scatter_(0, targets_n[None], True)
-
-
-def _top_p_edge(logits_Vn: Tensor, top_p: float) -> Tensor:
-    """The least logit of the smallest set of largest ones that reaches ``top_p``, per column."""
-    vocab = len(logits_Vn)
     rows_nV = logits_Vn.t().contiguous()
-    total_n1 = logits_Vn.double().logsumexp(0)[:, None]
-    for width in (min(_CANDIDATES, vocab), vocab):
-        largest_nW = rows_nV.topk(width, dim=-1).values
-        short_nW = (largest_nW.double() - total_n1).exp().cumsum(-1) < top_p
-        if not short_nW[:, -1].any():
-            break  # most distributions reach it within the candidates: no need to sort the vocabulary
-    return largest_nW.gather(1, short_nW.sum(-1, keepdim=True).clamp(max=width - 1))[:, 0]
+    floor_n = least_kept(rows_nV, [distribution.top_k] * count, [distribution.top_p] * count)
+    return (logits_Vn >= floor_n).scatter_(0, targets_n[None], True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-DtypeName = Literal["fp32", "bf16"]
+from palestra.models.dtypes import DtypeName
 
 _ROUNDING_ONLY = ("threads", "micro_batch_tokens", "rollout_dtype")
 

@@ -29,6 +29,7 @@ from palestra.errors import TrainerError, boundary
 from palestra.models.config import ModelConfig
 from palestra.models.dtypes import TORCH_DTYPES
 from palestra.models.folder import copy_model_files
+from palestra.models.functions import gradient_of
 from palestra.models.llama import Llama
 from palestra.models.tensors import load_tensors, save_tensors
 from palestra.trainer.adamw import MOMENTS, AdamW
@@ -72,15 +73,17 @@ class TorchTrainer:
             raise TrainerError(f"the learning rate must be finite and >= 0, got {learning_rate}")
         with boundary(Boundary.TRAINER, "the training step"), self._threads():
             optimizer = self._prepare()
-            optimizer.zero_gradients()
-            results = [
-                (part, self._backward(part.batch, loss)) for part in _with_targets(batch, self.settings)
-            ]
-            total = sum(result.loss for _, result in results)
-            norm = optimizer.gradient_norm()
-            applied = math.isfinite(total) and math.isfinite(norm)
-            if applied:
-                optimizer.update(learning_rate, norm)
+            try:
+                results = [
+                    (part, self._backward(part.batch, loss)) for part in _with_targets(batch, self.settings)
+                ]
+                total = sum(result.loss for _, result in results)
+                norm = optimizer.gradient_norm()
+                applied = math.isfinite(total) and math.isfinite(norm)
+                if applied:
+                    optimizer.update(learning_rate, norm)
+            finally:
+                optimizer.free_gradients()
             return _report(batch, results, total, norm, learning_rate, applied, start)
 
     def logprobs(self, batch: Batch) -> tuple[float, ...]:
@@ -90,13 +93,13 @@ class TorchTrainer:
             for part in _with_targets(batch, self.settings):
                 hidden = self._model(*_columns(part.batch), TreeAttention(part.batch))
                 rows = _long(part.batch.predictors_N)
-                result = self._head(
+                logprobs, _ = self._head.score(
                     hidden.index_select(0, rows),
                     self._model.head_weight,
                     _long(part.batch.targets_N),
                     _distribution(batch),
                 )
-                found[_long(part.target_rows)] = result.logprobs_N
+                found[_long(part.target_rows)] = logprobs
             return tuple(found.tolist())
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -140,29 +143,22 @@ class TorchTrainer:
 
     def _backward(self, batch: Batch, loss: LossSpec) -> HeadResult:
         """Add this micro-batch's gradient to the masters'."""
-        tokens, positions = _columns(batch)
-        embedding = self._model.model.embed_tokens.weight
-        embedded = embedding.detach().index_select(0, tokens).requires_grad_()
-        hidden = self._model.decode(embedded, positions, TreeAttention(batch))
+        hidden = self._model(*_columns(batch), TreeAttention(batch))
         predictors = _long(batch.predictors_N)
         head_weight = self._model.head_weight
-        result = self._head(
+        result = self._head.train(
             hidden.detach().index_select(0, predictors),
             head_weight.detach(),
             _long(batch.targets_N),
             _distribution(batch),
             _term_of(loss, batch),
-            _grad(head_weight),
+            gradient_of(head_weight),
         )
-        if result.hidden_grad_NH is None:
-            raise AssertionError("the head was given a loss term and returned no gradient")
         hidden.backward(torch.zeros_like(hidden).index_add_(0, predictors, result.hidden_grad_NH))
-        # The rows' gradient goes straight in: autograd would build a whole second [vocabulary, hidden].
-        _grad(embedding).index_add_(0, tokens, _grad(embedded))
         return result
 
     def _prepare(self) -> AdamW:
-        """The optimiser, whose gradients and moments are allocated at first use and then kept."""
+        """The optimiser, whose moments are allocated at first use and then kept."""
         if self._optimizer is None:
             self._optimizer = AdamW(self._masters, self.settings)
         return self._optimizer
@@ -230,12 +226,6 @@ def _columns(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _distribution(batch: Batch) -> Distribution:
     return Distribution(batch.temperature, batch.top_p, batch.top_k)
-
-
-def _grad(tensor: Tensor) -> Tensor:
-    if tensor.grad is None:
-        raise AssertionError("a gradient is missing")
-    return tensor.grad
 
 
 def _term_of(loss: LossSpec, batch: Batch) -> Any:

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from palestra.algorithms.truncation import least_kept
 from palestra.types import SamplingParams
 
 BLOCK = 256
-CANDIDATES = 1024
-"""How many of the largest logits top-p looks at before it sorts the whole vocabulary."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -58,10 +57,7 @@ def logprobs_of(logits_NV: Tensor, targets: Sequence[int], sampling: SamplingPar
 def shape_logits(logits_NV: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     """Float32 logits after temperature, top-k and top-p; what was left out is -inf.
 
-    Top-k keeps the logits that are at least the k-th largest. Top-p keeps those
-    that are at least the last of the smallest set of largest ones whose
-    probabilities (after top-k) reach top_p. So equal logits are kept or left out
-    together, and the most probable token always stays. The input is not changed.
+    `palestra.algorithms.truncation` says what stays. The input is not changed.
     """
     shaped_NV = logits_NV.float()
     temperatures = [sampling.temperature or 1.0 for sampling in samplings]
@@ -70,43 +66,12 @@ def shape_logits(logits_NV: Tensor, samplings: Sequence[SamplingParams]) -> Tens
     rows = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_k or s.top_p < 1)]
     if not rows:
         return shaped_NV
-    cut_RV = _keep_top_k(shaped_NV[rows], [samplings[i].top_k for i in rows])
-    cut_RV = _keep_top_p(cut_RV, [samplings[i].top_p for i in rows])
+    cut_RV = shaped_NV[rows]
+    floor_R = least_kept(cut_RV, [samplings[i].top_k for i in rows], [samplings[i].top_p for i in rows])
+    cut_RV.masked_fill_(cut_RV < floor_R[:, None], -torch.inf)
     if len(rows) == len(samplings):
         return cut_RV
     return shaped_NV.index_copy(0, torch.tensor(rows), cut_RV)
-
-
-def _keep_top_k(logits_RV: Tensor, top_k: list[int]) -> Tensor:
-    vocab = logits_RV.shape[1]
-    ranks_R = torch.tensor([min(k, vocab) if k else vocab for k in top_k])
-    limited = ranks_R < vocab
-    if not limited.any():
-        return logits_RV
-    width = int(ranks_R[limited].max())
-    largest_RW = logits_RV.topk(width, dim=-1).values
-    floor_R = largest_RW.gather(1, (ranks_R.clamp(max=width) - 1)[:, None])
-    floor_R = floor_R.masked_fill(~limited[:, None], float("-inf"))
-    return logits_RV.masked_fill(logits_RV < floor_R, float("-inf"))
-
-
-def _keep_top_p(logits_RV: Tensor, top_p: list[float]) -> Tensor:
-    limited = torch.tensor([p < 1 for p in top_p])
-    if not limited.any():
-        return logits_RV
-    vocab = logits_RV.shape[1]
-    mass_R = torch.tensor([p if p < 1 else 0.0 for p in top_p], dtype=torch.float64)[:, None]
-    normaliser_R = torch.logsumexp(logits_RV.double(), dim=-1, keepdim=True)
-    width = min(CANDIDATES, vocab)
-    while True:
-        largest_RW = logits_RV.topk(width, dim=-1).values
-        below_RW = (largest_RW.double() - normaliser_R).exp().cumsum(dim=-1) < mass_R
-        if width == vocab or not below_RW[:, -1].any():
-            break
-        width = vocab
-    last_R = below_RW.sum(dim=-1, keepdim=True).clamp(max=width - 1)
-    floor_R = largest_RW.gather(1, last_R).masked_fill(~limited[:, None], float("-inf"))
-    return logits_RV.masked_fill(logits_RV < floor_R, float("-inf"))
 
 
 def _whole_blocks(logits_NV: Tensor) -> Tensor:
