@@ -257,13 +257,13 @@ def test_a_batch_without_weights_says_what_to_do(tiny: Tiny) -> None:
 def test_the_cache_grows_only_when_needed_and_keeps_what_it_holds(tiny: Tiny) -> None:
     cache = KVCache(tiny.config, slots=2, context=CONTEXT, dtype=torch.float32)
     assert cache.nbytes == 0
-    cache.reserve(10)
+    cache.reserve(10, 0)
     first, size = cache.keys[0].data_ptr(), cache.tokens
-    cache.reserve(size)
+    cache.reserve(size, 2)
     assert cache.keys[0].data_ptr() == first
     keys = torch.randn(7, tiny.config.kv_heads, tiny.config.head_dim)
     cache.write_prompt(1, 1, keys, 2 * keys)
-    cache.reserve(size + 1)
+    cache.reserve(size + 1, 2)
     assert cache.tokens == 2 * size
     assert cache.tokens % STRIDE == 0
     heads = tiny.config.kv_heads
@@ -275,3 +275,49 @@ def test_the_cache_grows_only_when_needed_and_keeps_what_it_holds(tiny: Tiny) ->
     assert not cache.keys[1][:heads].any()
     cache.release()
     assert (cache.nbytes, cache.tokens) == (0, 0)
+
+
+def test_growing_copies_the_slots_that_hold_something_and_no_others(tiny: Tiny) -> None:
+    cache = KVCache(tiny.config, slots=3, context=CONTEXT, dtype=torch.float32)
+    cache.reserve(10, 0)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(1.0)
+    cache.reserve(cache.tokens + 1, 2)
+    rows = 2 * tiny.config.kv_heads
+    for tensor in (*cache.keys, *cache.values):
+        assert (tensor[:rows, : cache.tokens // 2] == 1).all()
+        assert not tensor[:rows, cache.tokens // 2 :].any()
+        assert not tensor[rows:].any()
+
+
+def test_rows_that_run_keep_their_numbers_when_the_cache_grows_under_them(tiny: Tiny) -> None:
+    batch = make_batch(tiny, max_running=4)
+    prompts = ragged_prompts(3, seed=10)
+    early = [make_row(p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)]
+    batch.submit(early)
+    for _ in range(5):
+        batch.step()
+    size = batch.cache.tokens
+    late = make_row([7] * (size + 10), seed=9)
+    batch.submit([late])
+    run(batch)
+    assert batch.cache.tokens > size
+    for i, row in enumerate(early):
+        assert tokens_of(row) == alone(tiny, prompts[i], seed=i, max_new_tokens=20)
+
+
+def test_a_rest_gives_the_cache_back_and_changes_no_number(tiny: Tiny) -> None:
+    batch = make_batch(tiny, max_running=2)
+    first, second, third = (make_row([5, 6, 7], seed=3, max_new_tokens=8) for _ in range(3))
+    batch.submit([first])
+    batch.step()
+    batch.rest()
+    assert batch.cache.nbytes > 0, "a row runs"
+    run(batch)
+    batch.submit([second])
+    run(batch)
+    batch.rest()
+    assert batch.cache.nbytes == 0
+    batch.submit([third])
+    run(batch)
+    assert tokens_of(first) == tokens_of(second) == tokens_of(third)

@@ -9,12 +9,15 @@ import torch
 
 from helpers.tiny import make_tiny_model
 from palestra.models.config import ModelConfig
+from palestra.models.rotary import rotated
 from palestra.models.tensors import load_tensors
 from palestra.rollouts.native import forward
 from palestra.rollouts.native.cache import KVCache
 from palestra.rollouts.native.forward import Model
 from palestra.rollouts.native.linears import LinearOps, packing_works
+from palestra.rollouts.native.sampler import sample
 from palestra.rollouts.native.weights import load
+from palestra.types import SamplingParams
 from rollouts.support import Tiny, manifest_of, ragged_prompts
 
 KINDS = [
@@ -29,7 +32,7 @@ KINDS = [
 
 def fresh_cache(model: Model, slots: int, tokens: int = 128) -> KVCache:
     cache = KVCache(model.config, slots=model.ops.padded(slots), context=256, dtype=model.ops.dtype)
-    cache.reserve(tokens)
+    cache.reserve(tokens, 0)
     return cache
 
 
@@ -116,6 +119,41 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         single = forward.step(model, weights, alone, [sequence[0]], [len(sequence)])
         assert torch.equal(own[-1], hidden[ends[row]])
         assert torch.equal(single[0], crowd[row])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("step", ["gated", "normed", "rotated", "sampled"])
+def test_what_is_not_a_product_gives_a_row_the_same_bits_wherever_threads_cut(
+    tiny: Tiny, step: str, threads: int
+) -> None:
+    """torch cuts large arrays anywhere, also within a row, and its silu rounds otherwise at the cut."""
+    model, _ = tiny.weights()
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(4)
+    rows, width = 61, 2560
+    x = torch.randn(rows, 2 * width, generator=generator) * 3
+    weight = torch.randn(2 * width, generator=generator)
+    positions = torch.randint(0, 256, (rows,), generator=generator)
+    sampling = SamplingParams(top_p=0.9)
+
+    def computed(at: slice) -> Any:
+        part = x[at].clone()
+        match step:
+            case "gated":
+                return forward._gated(*part.chunk(2, dim=-1)).tolist()
+            case "normed":
+                return forward._normed(part, weight, 1e-5).tolist()
+            case "rotated":
+                heads = part.view(len(part), -1, model.config.head_dim)[:, 2:]
+                cos, sin = model.cos_P1D[positions[at]], model.sin_P1F[positions[at]]
+                return rotated(heads, cos, sin).tolist()
+            case _:
+                uniforms = [0.37 + index / 100 for index in range(rows)][at]
+                return list(zip(*sample(part, [sampling] * len(part), uniforms), strict=True))
+
+    whole = computed(slice(0, rows))
+    for start, stop in ((0, 1), (60, 61), (17, 20), (5, 36)):
+        assert computed(slice(start, stop)) == whole[start:stop]
 
 
 def test_stale_and_padding_positions_have_no_weight(tiny: Tiny) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from palestra.errors import EngineError
+from palestra.rollouts.native import worker as module
 from palestra.rollouts.native.batch import DecodeBatch, Row
 from palestra.rollouts.native.stop import StopChecker
 from palestra.rollouts.native.worker import Cancel, Close, DecodeWorker, Install, Score, Submit
@@ -117,6 +118,28 @@ def test_an_install_that_fails_ends_the_thread_and_everybody_learns_why(
     with pytest.raises(EngineError, match="half a swap"):
         worker.check()
     assert "palestra-decode" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_thread_without_work_gives_its_cache_back_and_goes_on_as_before(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's step comes next and needs the memory."""
+    monkeypatch.setattr(module, "REST_S", 0.01)
+    worker = make_worker(tiny)
+    rested = threading.Event()
+    rest = worker._batch.rest
+    monkeypatch.setattr(worker._batch, "rest", lambda: (rest(), rested.set()))
+    worker.start()
+    found = []
+    for _ in range(2):
+        command, future = submission(tokens=12)
+        worker.post(command)
+        found.append(future.result(SETTLED_S))
+        rested.clear()
+        assert rested.wait(SETTLED_S)
+        assert worker._batch.cache.nbytes == 0
+    worker.join()
+    assert found[0] == found[1]
 
 
 def test_a_future_that_was_cancelled_is_left_alone(tiny: Tiny) -> None:

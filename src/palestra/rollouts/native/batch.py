@@ -114,6 +114,11 @@ class DecodeBatch:
         elif row in self.waiting:
             self.waiting.remove(row)
 
+    def rest(self) -> None:
+        """Nothing to do for a while: give back the cache, which holds nothing where no row runs."""
+        if not self.running:
+            self.cache.release()
+
     def free(self) -> None:
         """Give back cache and weights; every row is gone."""
         self.waiting.clear()
@@ -155,16 +160,14 @@ class DecodeBatch:
 
     def _admit(self) -> list[Row]:
         """Move waiting rows into free slots, prefill their prompts and sample their first tokens."""
-        fresh: list[Row] = []
+        first = len(self.running)
         while self.waiting and len(self.running) < self._max_running:
-            row = self.waiting.popleft()
-            fresh.append(row)
-            self.running.append(row)
+            self.running.append(self.waiting.popleft())
+        fresh = self.running[first:]
         if not fresh:
             return []
         _, version = self._serving()
-        self.cache.reserve(max(self._need(row) for row in fresh))
-        first = len(self.running) - len(fresh)
+        self.cache.reserve(max(self._need(row) for row in fresh), first)
         owners = self._owners(first)
         self._prefill([slot for slot in range(first, len(self.running)) if owners[slot] == slot])
         for slot in range(first, len(self.running)):

@@ -3,9 +3,9 @@
 Row r of a running batch owns slot r, so the running rows are always a prefix and
 attention reads views, never copies. A slot is moved only when the row before it
 ends. Memory is zero where nothing was written (masked positions are multiplied by
-a weight of 0, and 0 times garbage could be nan) and is reserved once: it grows
-only when a request needs more tokens than any before it, and pages that no
-request has reached cost nothing.
+a weight of 0, and 0 times garbage could be nan) and is kept while rows run: it
+grows only when a request needs more tokens than any before it. How much is
+reserved changes no number.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ class KVCache:
         """Reserved bytes; what is resident may be less."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens in every slot; what is stored stays."""
+    def reserve(self, tokens: int, held: int) -> None:
+        """Make room for ``tokens`` tokens in every slot; what the first ``held`` slots store stays."""
         if tokens <= self.tokens:
             return
         grown = max(tokens, min(2 * self.tokens, self.context), _FIRST_TOKENS)
         grown = -(-grown // STRIDE) * STRIDE
+        rows = held * self._config.kv_heads
         for tensors in (self.keys, self.values):
             for layer in range(self._config.layers):
                 fresh = self._zeros(grown)
                 if self.tokens:
-                    fresh[:, : self.tokens] = tensors[layer]
+                    fresh[:rows, : self.tokens] = tensors[layer][:rows]
                     tensors[layer] = fresh
                 else:
                     tensors.append(fresh)
@@ -93,7 +94,7 @@ class KVCache:
         self.keys, self.values, self.tokens = [], [], 0
 
     def _zeros(self, tokens: int) -> Tensor:
-        # numpy allocates with calloc: the kernel hands out zero pages when they are first touched.
+        # numpy allocates with calloc: fresh pages come zeroed from the kernel, when they are first touched.
         shape = (self.slots * self._config.kv_heads, tokens, self._config.head_dim)
         if self._dtype == torch.float32:
             return torch.from_numpy(np.zeros(shape, np.float32))

@@ -26,6 +26,9 @@ from palestra.rollouts.native.threads import limit_this_thread
 from palestra.rollouts.native.weights import Weights
 from palestra.types import Boundary, Completion, SamplingParams, Version
 
+REST_S = 0.5
+"""Seconds without work after which the cache is given back: the trainer's step begins about then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -133,9 +136,12 @@ class DecodeWorker:
     def _next(self, *, wait: bool = False) -> Command | None:
         """The next command. One at a time: whatever ends the thread, the others are still in the queue."""
         try:
-            return self._commands.get(block=wait)
+            return self._commands.get(block=wait, timeout=REST_S if wait else None)
         except Empty:
-            return None
+            if not wait:
+                return None
+        self._batch.rest()
+        return self._commands.get()
 
     def _handle(self, command: Submit | Cancel | Score | Install) -> None:
         match command:
