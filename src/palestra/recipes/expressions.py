@@ -1,11 +1,11 @@
-"""The quick start without a sandbox: write a five-character expression that equals a number.
+"""The quick start without a sandbox: complete a five-character expression that equals a number.
 
-A reply is right if it is exactly digit, operator, digit, operator, digit (operators
-+ - *) and its value, multiplication first, is the target. Replies are parsed by
-`evaluate` below and never executed, so nothing that a model writes can do anything.
-The model is made here: `prepare_model` trains a random one on correct examples just
-until it is right often enough for RL to have something to prefer. Those examples
-cover every target; what `evaluation_tasks` holds out is held out of RL.
+The model is given a target and a first digit (``24=3``) and writes the rest (``*7+3``):
+the whole must be digit, operator, digit, operator, digit, with the operators + - * and
+multiplication first. Replies are parsed by `evaluate` and never executed, so nothing that
+a model writes can do anything. The model is made here: `prepare_model` trains a random one
+on right answers until it is right often enough for RL to have something to prefer. That
+warm-up sees every task; what `evaluation_tasks` holds out is held out of RL.
 """
 
 from __future__ import annotations
@@ -37,14 +37,30 @@ DIGITS = "0123456789"
 OPERATORS = "+-*"
 ALPHABET = DIGITS + OPERATORS + "="
 LENGTH = 5
-"""Characters of an answer."""
-REPLY_TOKENS = LENGTH + 1
-"""An answer and its end token; a longer reply is wrong anyway."""
+"""Characters of an expression."""
+REPLY_TOKENS = LENGTH
+"""A right reply and its end token; whatever is longer is wrong."""
 
-TARGETS = range(81)
-"""Each can be reached, 0 in 559 ways and 77 in 5."""
-HELD_OUT_TARGETS = range(2, 81, 3)
-"""Of both parities and all sizes; no RL task asks for one of them."""
+LARGEST_TARGET = 30
+FEWEST_ANSWERS = 3
+"""Beginnings with fewer answers are left out: samples rarely find them, and RL learns from what they find."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Beginning:
+    """What the model is given: the target and the expression's first digit, as in ``24=3``."""
+
+    target: int
+    first: str
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.target}={self.first}"
+
+    @property
+    def held_out(self) -> bool:
+        """Whether no RL task asks for it: one of five, spread over all targets and all first digits."""
+        return (3 * self.target + int(self.first)) % 5 == 0
 
 
 def evaluate(expression: str) -> int | None:
@@ -66,38 +82,35 @@ def _apply(operator: str, left: int, right: int) -> int:
 
 
 @once
-def solutions() -> dict[int, tuple[str, ...]]:
-    """Every right answer to each of TARGETS, in a fixed order."""
-    found: dict[int, list[str]] = {target: [] for target in TARGETS}
+def answers() -> dict[Beginning, tuple[str, ...]]:
+    """Every right reply to every beginning, in a fixed order."""
+    found: dict[Beginning, list[str]] = {}
     for characters in product(DIGITS, OPERATORS, DIGITS, OPERATORS, DIGITS):
         text = "".join(characters)
         value = evaluate(text)
-        if value in found:
-            found[value].append(text)
-    return {target: tuple(texts) for target, texts in found.items()}
-
-
-def prompt_of(target: int) -> str:
-    return f"{target}="
+        if value is not None and 0 <= value <= LARGEST_TARGET:
+            found.setdefault(Beginning(value, text[0]), []).append(text[1:])
+    return {b: tuple(found[b]) for b in sorted(found) if len(found[b]) >= FEWEST_ANSWERS}
 
 
 def tasks() -> list[Task]:
-    """The RL tasks: two of three targets."""
-    return [_task(target) for target in TARGETS if target not in HELD_OUT_TARGETS]
+    """The RL tasks, in a fixed order."""
+    return [_task(beginning) for beginning in answers() if not beginning.held_out]
 
 
 def evaluation_tasks() -> list[Task]:
-    """Every third target: none is a training task."""
-    return [_task(target) for target in HELD_OUT_TARGETS]
+    """The beginnings that no RL task asks for."""
+    return [_task(beginning) for beginning in answers() if beginning.held_out]
 
 
-def _task(target: int) -> Task:
-    return Task(prompt=prompt_of(target), secret={"target": target}, id=f"equals-{target}")
+def _task(beginning: Beginning) -> Task:
+    secret = {"target": beginning.target, "first": beginning.first}
+    return Task(prompt=beginning.prompt, secret=secret, id=f"{beginning.target}-from-{beginning.first}")
 
 
 def reward(task: Task, reply: str) -> float:
-    """1 if the reply is an expression that equals the task's target, else 0."""
-    return float(evaluate(reply) == task.secret["target"])
+    """1 if the first digit and the reply together are an expression that equals the target, else 0."""
+    return float(evaluate(task.secret["first"] + reply) == task.secret["target"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +125,18 @@ class WarmUp:
     learning_rate: float = 1e-3
     ramp_steps: int = 20
     """Steps over which the learning rate rises from 0."""
-    enough: float = 0.33
-    """Sampled reward at which the warm-up ends. From below 0.3 RL climbs slowly: few samples are right."""
+    enough: float = 0.25
+    """Sampled reward at which the warm-up ends. From far below RL climbs slowly: too few samples are right."""
     check_every: int = 25
     """Steps between two measurements."""
-    samples_per_target: int = 4
+    samples_per_task: int = 2
     max_steps: int = 600
     seed: int = 0
 
     @property
     def key(self) -> str:
         """12 hex digits over everything that the finished model depends on."""
-        content = {"recipe": RECIPE, "alphabet": ALPHABET, "targets": len(TARGETS), **asdict(self)}
+        content = {"recipe": RECIPE, "alphabet": ALPHABET, "beginnings": len(answers()), **asdict(self)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -224,9 +237,9 @@ async def _warm_up(start: Path, finished: Path, settings: WarmUp, say: Say) -> t
             await asyncio.to_thread(trainer.step, batch, LossSpec("nll"), rate)
             if step % settings.check_every == 0 or step == settings.max_steps:
                 await sync.serve(Version("warm-up", trainer.updates))
-                right = await _sampled_reward(engine, tokenizer, settings)
+                right = await _sampled_reward(engine, tokenizer, settings.samples_per_task)
                 best = max(best, right)
-                say(f"step {step}: {right:.0%} of its samples are right; RL begins at {settings.enough:.0%}")
+                say(f"step {step}: {right:.0%} of its samples are right (RL begins at {settings.enough:.0%})")
                 if right >= settings.enough:
                     trainer.save_model(finished)
                     return step, right
@@ -242,21 +255,22 @@ async def _warm_up(start: Path, finished: Path, settings: WarmUp, say: Say) -> t
 
 
 def _pairs(tokenizer: Tokenizer, count: int, draws: random.Random) -> Batch:
-    """Random targets, each with a random right answer: every token of the answers is a target to learn."""
+    """Random beginnings, each with a random right reply, whose every token is a target to learn."""
     tokens, positions, segments = array("q"), array("q"), array("q")
     predictors, targets, sequences = array("q"), array("q"), array("q")
+    beginnings = list(answers())
     for sequence in range(count):
-        target = draws.choice(TARGETS)
-        prompt = tokenizer.encode(prompt_of(target))
-        answer = [*tokenizer.encode(draws.choice(solutions()[target])), tokenizer.eos_token_ids[0]]
+        beginning = draws.choice(beginnings)
+        prompt = tokenizer.encode(beginning.prompt)
+        reply = [*tokenizer.encode(draws.choice(answers()[beginning])), tokenizer.eos_token_ids[0]]
         first = len(tokens) + len(prompt) - 1
-        length = len(prompt) + len(answer) - 1
-        tokens.extend([*prompt, *answer[:-1]])
+        length = len(prompt) + len(reply) - 1
+        tokens.extend([*prompt, *reply[:-1]])
         positions.extend(range(length))
         segments.extend([sequence] * length)
-        predictors.extend(range(first, first + len(answer)))
-        targets.extend(answer)
-        sequences.extend([sequence] * len(answer))
+        predictors.extend(range(first, first + len(reply)))
+        targets.extend(reply)
+        sequences.extend([sequence] * len(reply))
     return Batch(
         tokens_T=tokens,
         positions_T=positions,
@@ -270,18 +284,17 @@ def _pairs(tokenizer: Tokenizer, count: int, draws: random.Random) -> Batch:
     )
 
 
-async def _sampled_reward(engine: Engine, tokenizer: Tokenizer, settings: WarmUp) -> float:
-    """Mean reward over all targets, several samples of each at temperature 1."""
+async def _sampled_reward(engine: Engine, tokenizer: Tokenizer, samples: int) -> float:
+    """Mean reward over the RL tasks, ``samples`` of each at temperature 1."""
     from palestra.rollouts.base import GenerateRequest
 
-    async def one(target: int, sample: int) -> float:
-        seed = sample * len(TARGETS) + target
-        prompt = tuple(tokenizer.encode(prompt_of(target)))
+    async def one(task: Task, seed: int) -> float:
+        prompt = tuple(tokenizer.encode(task.prompt or ""))
         sampling = SamplingParams(max_new_tokens=REPLY_TOKENS, seed=seed)
         ids = (await engine.generate(GenerateRequest(prompt, sampling))).token_ids
         ended = ids[-1] in tokenizer.eos_token_ids
-        return reward(_task(target), tokenizer.decode(ids[:-1] if ended else ids))
+        return reward(task, tokenizer.decode(ids[:-1] if ended else ids))
 
-    asked = [one(target, sample) for target in TARGETS for sample in range(settings.samples_per_target)]
-    rewards = await asyncio.gather(*asked)
+    asked = [task for task in tasks() for _ in range(samples)]
+    rewards = await asyncio.gather(*(one(task, seed) for seed, task in enumerate(asked)))
     return sum(rewards) / len(rewards)

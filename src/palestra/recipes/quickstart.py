@@ -49,7 +49,11 @@ def python_job() -> Job:
 
 
 def expressions_job() -> Job:
-    """GRPO on a small character model made here: write an expression that equals a number."""
+    """GRPO on a small character model made here: complete an expression that equals a number.
+
+    Advantages are not divided by the group's deviation: dividing favours rare lucky hits, which
+    this model learns by heart (held-out tasks then gained half as much).
+    """
     from palestra.environments.single_turn import SingleTurn
     from palestra.recipes import expressions
 
@@ -59,12 +63,12 @@ def expressions_job() -> Job:
             expressions.tasks, expressions.reward, evaluation_tasks=expressions.evaluation_tasks
         ),
         name="quickstart-expressions",
-        steps=65,
+        steps=60,
         prompts_per_step=32,
         chat_template="none",
-        algorithm=GRPO(group_size=8),
-        sampling=Sampling(max_new_tokens=8),
-        optimizer=Optimizer(learning_rate=3e-4),
+        algorithm=GRPO(group_size=8, normalize_std=False),
+        sampling=Sampling(max_new_tokens=expressions.REPLY_TOKENS),
+        optimizer=Optimizer(learning_rate=3e-4, warmup_steps=5),
         evaluation=Evaluation(samples_per_task=8),
         checkpoints=Checkpoints(every_steps=20, keep=1),
     )
