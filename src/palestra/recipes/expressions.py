@@ -126,11 +126,13 @@ class WarmUp:
     ramp_steps: int = 20
     """Steps over which the learning rate rises from 0."""
     enough: float = 0.25
-    """Sampled reward at which the warm-up ends. From far below RL climbs slowly: too few samples are right."""
+    """Sampled reward at which the warm-up ends. From far below, RL climbs slowly: few samples are right."""
     check_every: int = 25
     """Steps between two measurements."""
     samples_per_task: int = 2
     max_steps: int = 600
+    threads: int = 0
+    """CPU threads; 0 is all. Another number rounds differently, and so makes another model."""
     seed: int = 0
 
     @property
@@ -225,8 +227,8 @@ async def _warm_up(start: Path, finished: Path, settings: WarmUp, say: Say) -> t
     from palestra.weights.sync import WeightSync
 
     tokenizer = Tokenizer.from_folder(start)
-    trainer = TorchTrainer(start, TrainerSettings(dtype="fp32", rollout_dtype="fp32"))
-    engine = NativeEngine(start, dtype="fp32", max_running=128)
+    trainer = TorchTrainer(start, TrainerSettings(threads=settings.threads))
+    engine = NativeEngine(start, dtype="fp32", threads=settings.threads, max_running=128)
     sync = WeightSync(trainer, engine, tuple(tokenizer.encode(ALPHABET)), "fp32")
     draws = random.Random(settings.seed)
     best = 0.0
