@@ -15,11 +15,7 @@ DIGITS = "0123456789"
 
 def value(text):
     """The value of digit, operator, digit, operator, digit; None for anything else."""
-    if (
-        len(text) != 5
-        or not all(c in DIGITS for c in text[::2])
-        or not all(c in OPERATORS for c in text[1::2])
-    ):
+    if len(text) != 5 or set(text[::2]) - set(DIGITS) or set(text[1::2]) - set(OPERATORS):
         return None
     a, first, b, second, c = text
     a, b, c = int(a), int(b), int(c)
