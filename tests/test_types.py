@@ -178,8 +178,24 @@ def test_the_task_hash_covers_content_and_not_the_id(prompt: str, secret: dict[s
 def test_a_task_that_could_not_be_hashed_the_same_again_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="plain JSON values"):
         Task(prompt="p", data={"x": value})
-    with pytest.raises(TypeError, match="secret must be plain JSON"):
+    with pytest.raises(TypeError, match="plain JSON values"):
         Task(prompt="p", secret={"x": [value]})
+
+
+def test_a_task_keeps_its_hash_whatever_happens_to_its_values() -> None:
+    values = [1, 2]
+    task = Task(prompt="p", data={"x": values})
+    before = task.hash
+    values.append(3)
+    assert task.hash == before == Task(prompt="p", data={"x": [1, 2]}).hash
+
+
+def test_a_reason_of_megabytes_is_cut_in_the_middle() -> None:
+    abstention = Abstain("start" + "x" * 10**6 + "end", detail="y" * 10**6)
+    assert len(abstention.reason) < 1_100
+    assert abstention.reason.startswith("start")
+    assert abstention.reason.endswith("end")
+    assert len(abstention.detail) < 20_100
 
 
 def test_a_secret_is_not_shown_and_not_writable() -> None:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import ConfigError, MissingExtraError
+from palestra.errors import ChatError, ConfigError, MissingExtraError
 from palestra.job import Job
 from palestra.loop.controller import Pillars
 from palestra.models.sources import LocalModel
@@ -145,9 +145,16 @@ def _context(job: Job, folder: Path) -> int:
 
 def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: int = 2000) -> None:
     """Refuse the job before it starts if a prompt leaves no room (the first ``most`` are measured)."""
-    lengths = [(len(chat.first(task.chat)), task) for task in tasks[:most]]
-    if not lengths:
+    rendered = [chat.first(task.chat) for task in tasks[:most]]
+    if not rendered:
         return
+    if len(rendered) > 1 and len(set(rendered)) == 1:
+        raise ChatError(
+            f"the chat template renders all {len(rendered)} prompts to the same {len(rendered[0])} tokens",
+            expected="a template that contains the messages' content",
+            next_command="correct chat_template (palestra config show), or use auto",
+        )
+    lengths = [(len(ids), task) for ids, task in zip(rendered, tasks, strict=False)]
     longest, task = max(lengths, key=lambda pair: pair[0])
     if longest >= context:
         over = sum(length >= context for length, _ in lengths)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "fp32", "bf16"]
 MAX_SEED = 2**63 - 1
+MAX_EPISODES = 100_000
 _MIN_GROUP = (
     "GRPO compares a sample with the mean of its group; alone, it is that mean, "
     "so every advantage would be 0 and nothing would be learned"
@@ -262,6 +263,13 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
         ("optimizer.warmup_steps", "steps"),
         f"optimizer.warmup_steps ({warmup}) is above steps ({steps}), so the learning rate would never reach "
         f"its peak; nearest: warmup_steps at most {steps}, or steps at least {warmup}",
+    )
+    episodes = values["prompts_per_step"] * values["algorithm.group_size"]
+    check(
+        episodes > MAX_EPISODES,
+        ("prompts_per_step", "algorithm.group_size"),
+        f"prompts_per_step times algorithm.group_size is {episodes} episodes a step; "
+        f"nearest: at most {MAX_EPISODES}",
     )
     found.extend(_deadline_conflicts(values))
     context, new = values["engine.context_tokens"], values["sampling.max_new_tokens"]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from palestra import __version__
 from palestra.assembly import Assembly, Start, checkpoint_bytes, require_torch
-from palestra.environments.base import validate_tasks
+from palestra.environments.base import all_tasks
 from palestra.errors import ConfigError, PalestraError, RecordError
 from palestra.job import Job
 from palestra.loop import checkpoints
@@ -148,8 +148,7 @@ class _Attempt:
 
     def main(self) -> None:
         require_torch()
-        tasks = validate_tasks(self._job.environment)
-        evaluation_tasks = tuple(self._job.environment.evaluation_tasks())
+        tasks, evaluation_tasks = all_tasks(self._job.environment)
         self._require_one_sandbox_spec()
         folder = RunFolder.open(self._run.path, create=True)
         folder.lock()
@@ -207,7 +206,7 @@ class _Attempt:
         model = resolve_model(job.model, progress=lambda line: print(f"palestra: {line}", file=sys.stderr))
         info = folder.info
         begun = bool(checkpoints.committed(folder.checkpoints_dir)) or any(
-            entry["kind"] == "draws" for entry in self._run.records.ledger()
+            entry.get("kind") == "draws" for entry in self._run.records.ledger()
         )
         recorded: dict[str, Any] | None = info.get("identity") if begun else None
         dtypes = self._dtypes((recorded or {}).get("dtypes", {}))
@@ -253,6 +252,9 @@ class _Attempt:
                 writer.subscribe(panel.feed)
                 panel.start()
             try:
+                if threading.current_thread() is threading.main_thread():
+                    # Until the controller listens, being asked to end is being interrupted.
+                    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
                 status.outcome = asyncio.run(self._supervise(folder, writer, start, panel))
                 writer.event("state", state=status.outcome[0], reason=status.outcome[1])
             finally:
@@ -281,7 +283,9 @@ class _Attempt:
             )
             self._let_it_stop(controller, asyncio.get_running_loop())
             stack.enter_context(self._watch_signals(controller, folder, writer, panel))
-            evaluated = frozenset((str(e["when"]), int(e["step"])) for e in self._run.records.evals())
+            evaluated = frozenset(
+                (str(e.get("when")), int(e.get("step", -1))) for e in self._run.records.evals()
+            )
             if self._source_changed:
                 text = "the file that defines the reward changed: earlier steps were scored by another one"
                 writer.event("notice", text=text)
@@ -326,7 +330,16 @@ class _Attempt:
             except PalestraError as error:
                 writer.event("notice", text=f"checkpoint {checkpoint.step} refused: {error.what}")
                 continue
+            if checkpoint.step > ledger.step:
+                raise RecordError(
+                    f"the ledger of run {self._run.id} ends at step {ledger.step}, before its checkpoint "
+                    f"of step {checkpoint.step}",
+                    where=str(folder.path / "ledger"),
+                    expected="every entry that was written",
+                    next_command="restore that folder from a copy, or start another run: --name NEW",
+                )
             writer.event("state", state="resuming", reason=f"from checkpoint of step {checkpoint.step}")
+            self._say_lost_checkpoints(writer, checkpoint.step)
             return ledger, checkpoint.step
         if found:
             raise RecordError(
@@ -334,8 +347,16 @@ class _Attempt:
                 where=str(folder.checkpoints_dir),
                 next_command="remove that folder to start again from the model, keeping the records",
             )
+        self._say_lost_checkpoints(writer, 0)
         checkpoints.require_space(folder.checkpoints_dir, checkpoint_bytes(pillars))
         return ledger, 0
+
+    def _say_lost_checkpoints(self, writer: RunWriter, restored: int) -> None:
+        """A checkpoint that the ledger names and nobody finds was removed by someone: say what is redone."""
+        kept = [int(e["step"]) for e in self._run.records.ledger() if e.get("kind") == "checkpoint"]
+        if max(kept, default=0) > restored:
+            text = f"the checkpoint of step {max(kept)} is gone or damaged: going on from step {restored}"
+            writer.event("notice", text=text)
 
     @contextmanager
     def _watch_signals(

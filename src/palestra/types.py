@@ -73,6 +73,11 @@ def _real(value: object, what: str) -> float:
     return number
 
 
+def _shortened(text: str, most: int) -> str:
+    """``text``, or its beginning and end: user code may raise megabytes."""
+    return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+
+
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
@@ -104,6 +109,7 @@ class Task:
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     secret: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     id: str = ""
+    _hash: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not isinstance(self.prompt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -116,26 +122,25 @@ class Task:
         object.__setattr__(self, "messages", tuple(self.messages))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
         object.__setattr__(self, "secret", MappingProxyType(dict(self.secret)))
-        for name in ("data", "secret"):
-            try:
-                _canonical(dict(getattr(self, name)))
-            except (TypeError, ValueError) as error:
-                raise TypeError(
-                    f"a task's {name} must be plain JSON values, so it can be hashed: {error}"
-                ) from None
+        messages = [[m.role, m.content] for m in self.messages]
+        content = {
+            "prompt": self.prompt,
+            "messages": messages,
+            "data": {**self.data},
+            "secret": {**self.secret},
+        }
+        try:
+            digest = hashlib.sha256(_canonical(content).encode()).hexdigest()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"a task's data and secret must be plain JSON values: {error}") from None
+        object.__setattr__(self, "_hash", digest)
         if not self.id:
-            object.__setattr__(self, "id", self.hash[:12])
+            object.__setattr__(self, "id", digest[:12])
 
     @property
     def hash(self) -> str:
-        """64 hex digits of SHA-256 over everything but the id."""
-        content = {
-            "prompt": self.prompt,
-            "messages": [[m.role, m.content] for m in self.messages],
-            "data": dict(self.data),
-            "secret": dict(self.secret),
-        }
-        return hashlib.sha256(_canonical(content).encode()).hexdigest()
+        """64 hex digits of SHA-256 over everything but the id, as the task was built."""
+        return self._hash
 
     @property
     def chat(self) -> tuple[Message, ...]:
@@ -280,6 +285,8 @@ class Abstain:
 
     def __post_init__(self) -> None:
         _require(bool(self.reason.strip()), "an abstention needs a reason")
+        object.__setattr__(self, "reason", _shortened(self.reason, 1_000))
+        object.__setattr__(self, "detail", _shortened(self.detail, 20_000))
         object.__setattr__(self, "boundary", Boundary(self.boundary))
 
 

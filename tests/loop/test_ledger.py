@@ -127,5 +127,11 @@ def test_an_entry_that_could_not_have_happened_is_refused(
 
 
 def test_an_unknown_kind_of_entry_is_refused() -> None:
-    with pytest.raises(ValueError, match="invented"):
-        Ledger(PER_STEP).add({"kind": "invented", "step": 1})
+    for entry in (
+        {"kind": "invented", "step": 1},
+        {"step": 1},
+        {"kind": "draws"},
+        {"kind": "draws", "step": "x"},
+    ):
+        with pytest.raises(LedgerError, match="not an entry"):
+            Ledger(PER_STEP).add(entry)

@@ -173,6 +173,18 @@ def test_settings_that_change_only_rounding_may_differ_at_a_resume(folder: Path,
     TorchTrainer(folder, other).load_state(tmp_path / "state")
 
 
+def test_a_state_that_names_a_setting_this_version_no_longer_has_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
+    TorchTrainer(folder, SETTINGS).save_state(tmp_path / "state")
+    index = json.loads((tmp_path / "state" / "trainer.json").read_text())
+    index["fingerprint"]["seed"] = 17
+    (tmp_path / "state" / "trainer.json").write_text(json.dumps(index))
+    trainer = TorchTrainer(folder, SETTINGS)
+    trainer.load_state(tmp_path / "state")
+    assert trainer.updates == 0
+
+
 def test_a_folder_that_holds_no_state_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"trainer\.json"):
         TorchTrainer(folder, SETTINGS).load_state(tmp_path)

@@ -59,7 +59,12 @@ class Environment:
 
 
 def validate_tasks(environment: Environment) -> tuple[Task, ...]:
-    """The environment's training tasks; TaskError names the first thing wrong with the environment.
+    """The environment's training tasks, checked as `all_tasks` checks them."""
+    return all_tasks(environment)[0]
+
+
+def all_tasks(environment: Environment) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Training and held-out tasks, asked for once; TaskError names the first thing wrong with them.
 
     Held-out tasks are checked too. Refused: no task at all, anything that is not
     a Task, one id or one content given twice, a task both trained on and held out.
@@ -84,7 +89,7 @@ def validate_tasks(environment: Environment) -> tuple[Task, ...]:
                 where=where_defined(type(environment)),
                 expected="held-out tasks that are not training tasks",
             )
-    return tasks
+    return tasks, held_out
 
 
 def where_defined(kind: object) -> str:

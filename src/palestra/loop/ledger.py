@@ -82,8 +82,10 @@ class Ledger:
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Take one entry. Raises LedgerError if it contradicts the ones before it."""
-        kind = EntryKind(entry["kind"])
-        step = int(entry["step"])
+        try:
+            kind, step = EntryKind(entry["kind"]), int(entry["step"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"not an entry: {dict(entry)} ({error})") from error
         if kind is EntryKind.ATTEMPT:
             self._attempt(step)
         elif kind is EntryKind.DRAWS:

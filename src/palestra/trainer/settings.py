@@ -35,8 +35,6 @@ class TrainerSettings:
     """Decoupled; applies to matrices, not to norm weights."""
     grad_clip: float = 1.0
     """Largest global L2 norm of the gradient; 0 is off."""
-    seed: int = 0
-    """Reserved for methods that draw (dropout, LoRA initialisation); today nothing here is random."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "rollout_dtype"):
