@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable
@@ -323,6 +324,37 @@ def test_several_updates_from_one_steps_samples_are_clipped_by_ratio(make: Calla
     run = make(steps=2, optimizer=Optimizer(learning_rate=1e-2), **eager).train(panel=False)
     assert run.status == "finished"
     assert max(value for _, value in run.records.series("train/clip_fraction")) > 0
+
+
+def test_a_template_that_drops_the_prompt_is_refused(make: Callable[..., Job]) -> None:
+    """trl#5224, prime-rl#1334 (case 13): a template dropped text, and the run went on."""
+    with pytest.raises(ChatError, match="renders 6 different prompts to the same 2 tokens"):
+        make(chat_template="{{ 'hi' }}").train(panel=False)
+
+
+def test_held_out_tasks_are_asked_for_once(make: Callable[..., Job]) -> None:
+    once = SingleTurn(tasks(), length_reward, evaluation_tasks=iter(tasks(2, "held out")))
+    run = make(environment=once, steps=1).train(panel=False)
+    assert [e["when"] for e in run.records.evals()] == ["before", "after"]
+
+
+def test_a_ledger_that_lost_entries_is_said_not_guessed(make: Callable[..., Job]) -> None:
+    run = make(steps=2).train(panel=False)
+    for file in (run.path / "ledger").rglob("*.jsonl"):
+        file.unlink()
+    with pytest.raises(RecordError, match="ends at step 0, before its checkpoint of step 2"):
+        make(steps=3).train(panel=False)
+
+
+def test_a_removed_checkpoint_is_said_and_its_steps_are_redone(make: Callable[..., Job]) -> None:
+    whole = make(name="whole", steps=4).train(panel=False)
+    run = make(name="cut", steps=3).train(panel=False)
+    shutil.rmtree(run.checkpoints()[-1])
+    run = make(name="cut", steps=4).train(panel=False)
+    notices = [e["fields"]["text"] for e in run.records.events("notice")]
+    assert "the checkpoint of step 3 is gone or damaged: going on from step 2" in notices
+    assert losses(run) == losses(whole)
+    assert run.audit().ok
 
 
 def test_a_missing_chat_template_names_the_ways_out(make: Callable[..., Job], tmp_path: Path) -> None:

@@ -148,9 +148,10 @@ def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: i
     rendered = [chat.first(task.chat) for task in tasks[:most]]
     if not rendered:
         return
-    if len(rendered) > 1 and len(set(rendered)) == 1:
+    different = len({task.chat for task in tasks[:most]})
+    if different > 1 and len(set(rendered)) == 1:
         raise ChatError(
-            f"the chat template renders all {len(rendered)} prompts to the same {len(rendered[0])} tokens",
+            f"the chat template renders {different} different prompts to the same {len(rendered[0])} tokens",
             expected="a template that contains the messages' content",
             next_command="correct chat_template (palestra config show), or use auto",
         )

@@ -122,13 +122,7 @@ class Task:
         object.__setattr__(self, "messages", tuple(self.messages))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
         object.__setattr__(self, "secret", MappingProxyType(dict(self.secret)))
-        messages = [[m.role, m.content] for m in self.messages]
-        content = {
-            "prompt": self.prompt,
-            "messages": messages,
-            "data": {**self.data},
-            "secret": {**self.secret},
-        }
+        content = [self.prompt, [[m.role, m.content] for m in self.messages], {**self.data}, {**self.secret}]
         try:
             digest = hashlib.sha256(_canonical(content).encode()).hexdigest()
         except (TypeError, ValueError) as error:
