@@ -247,7 +247,7 @@ def read_info(path: Path) -> dict[str, Any]:
     try:
         info = json.loads(file.read_bytes())
         schema = int(info["schema"])
-        float(info["created"]), int(info["attempt"])
+        _ = float(info["created"]) + int(info["attempt"])
     except OSError as error:
         raise disk_error("reading run.json", file, error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
