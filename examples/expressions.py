@@ -45,7 +45,7 @@ def reward(task, reply):
 job = pa.Job(
     model=str(prepare_model()),
     environment=pa.SingleTurn(make_tasks(False), reward, evaluation_tasks=make_tasks(True)),
-    algorithm=pa.GRPO(group_size=8, normalize_std=False),
+    algorithm=pa.GRPO(group_size=8),
     sampling={"max_new_tokens": REPLY_TOKENS},
     optimizer={"learning_rate": 3e-4, "warmup_steps": 5},
     chat_template="none",

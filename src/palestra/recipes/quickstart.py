@@ -49,11 +49,7 @@ def python_job() -> Job:
 
 
 def expressions_job() -> Job:
-    """GRPO on a small character model made here: complete an expression that equals a number.
-
-    Advantages are not divided by the group's deviation: dividing favours rare lucky hits, which
-    this model learns by heart (held-out tasks then gained half as much).
-    """
+    """GRPO on a small character model made here: complete an expression that equals a number."""
     from palestra.environments.single_turn import SingleTurn
     from palestra.recipes import expressions
 
@@ -66,7 +62,7 @@ def expressions_job() -> Job:
         steps=60,
         prompts_per_step=32,
         chat_template="none",
-        algorithm=GRPO(group_size=8, normalize_std=False),
+        algorithm=GRPO(group_size=8),
         sampling=Sampling(max_new_tokens=expressions.REPLY_TOKENS),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=5),
         evaluation=Evaluation(samples_per_task=8),
