@@ -247,7 +247,8 @@ def read_info(path: Path) -> dict[str, Any]:
     try:
         info = json.loads(file.read_bytes())
         schema = int(info["schema"])
-        _ = float(info["created"]) + int(info["attempt"])
+        if schema <= SCHEMA:
+            _ = float(info["created"]) + int(info.get("attempt") or 0)
     except OSError as error:
         raise disk_error("reading run.json", file, error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
