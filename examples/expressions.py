@@ -47,7 +47,7 @@ job = pa.Job(
     environment=pa.SingleTurn(make_tasks(False), reward, evaluation_tasks=make_tasks(True)),
     algorithm=pa.GRPO(group_size=8),
     sampling={"max_new_tokens": REPLY_TOKENS},
-    optimizer={"learning_rate": 3e-4, "warmup_steps": 5},
+    optimizer={"learning_rate": 3e-4},
     chat_template="none",
     prompts_per_step=32,
     steps=60,

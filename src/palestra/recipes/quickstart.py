@@ -64,7 +64,7 @@ def expressions_job() -> Job:
         chat_template="none",
         algorithm=GRPO(group_size=8),
         sampling=Sampling(max_new_tokens=expressions.REPLY_TOKENS),
-        optimizer=Optimizer(learning_rate=3e-4, warmup_steps=5),
+        optimizer=Optimizer(learning_rate=3e-4),
         evaluation=Evaluation(samples_per_task=8),
         checkpoints=Checkpoints(every_steps=20, keep=1),
     )
