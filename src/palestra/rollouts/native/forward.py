@@ -131,7 +131,7 @@ def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 
     Each of these steps gives a number the same bits wherever threads cut the array.
     torch's own silu does not: measured, a row of 2,560 changes with its neighbours
-    at three threads. The few percent it is faster are lost in a step.
+    at three threads. It is a third faster, which is 0.4 % of a step.
     """
     if gate_NI.dtype != torch.float32:
         return silu(gate_NI).mul_(up_NI)
@@ -140,7 +140,7 @@ def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 
 
 def _normed(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm, in fp32; written out, it takes half the time of torch's."""
+    """Root-mean-square norm, in fp32."""
     wide_NH = x_NH.float()
     scaled_NH = wide_NH * wide_NH.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return scaled_NH.to(x_NH.dtype).mul_(weight_H)
@@ -183,7 +183,8 @@ def _cached(config: ModelConfig, queries_NHD: Tensor, keys: Tensor, values: Tens
     for this shape, and free of its dependence on how many rows there are.
     """
     pairs, _, span = mask.shape
-    queries = (queries_NHD * config.head_dim**-0.5).reshape(pairs, -1, config.head_dim)
-    scores = torch.bmm(queries, keys[:pairs, :span].transpose(1, 2)).add_(mask)
+    queries = queries_NHD.reshape(pairs, -1, config.head_dim)
+    keys_t = keys[:pairs, :span].transpose(1, 2)
+    scores = torch.baddbmm(mask, queries, keys_t, alpha=config.head_dim**-0.5)
     shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(queries.dtype)
     return torch.bmm(shares, values[:pairs, :span]).view(queries_NHD.shape[0], -1)
