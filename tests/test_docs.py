@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import palestra
+from helpers.character import warmed_up_stand_in
 from palestra.cli.main import VERBS
 from palestra.job import Job
 
@@ -272,9 +273,13 @@ def test_an_example_compiles_and_is_at_most_60_lines_of_a_users_code(path: Path)
     assert 0 < user_lines(path) <= 60
 
 
-@pytest.mark.parametrize("name", ["python_functions", "guess_number"])
-def test_an_example_builds_its_job_when_imported_and_trains_nothing(name: str) -> None:
-    found = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="imported")
+@pytest.mark.parametrize("path", EXAMPLES, ids=page_id)
+def test_an_example_builds_its_job_when_imported_and_trains_nothing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
+    warmed_up_stand_in(tmp_path)
+    found = runpy.run_path(str(path), run_name="imported")
     assert isinstance(found["job"], Job)
     assert len(found["job"].environment.tasks()) > 1
 

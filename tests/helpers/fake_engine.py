@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from palestra.errors import EngineError, WeightsError
-from palestra.rollouts.base import EngineStats, GenerateRequest
+from palestra.rollouts.base import EngineStats, GenerateRequest, OnToken
 from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 
 
@@ -85,7 +85,7 @@ class FakeEngine:
         self._version = manifest.version
         return manifest.digest
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest, on_token: OnToken | None = None) -> Completion:
         self.requests.append(request)
         if self._closed:
             raise EngineError("the fake engine is closed")
@@ -106,6 +106,11 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
+        if on_token is not None:
+            for token, logprob, version in zip(
+                completion.token_ids, completion.logprobs, completion.versions, strict=True
+            ):
+                on_token(token, logprob, version)
         self.seen.append((*request.prompt_ids, *completion.token_ids))
         self._prompt_tokens += len(request.prompt_ids)
         self._generated_tokens += len(completion.token_ids)

@@ -16,7 +16,7 @@ from torch import Tensor
 from palestra.models.config import ModelConfig
 from palestra.rollouts.base import GenerateRequest
 from palestra.rollouts.native.engine import NativeEngine
-from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps
 from palestra.rollouts.native.weights import Weights, load
 from palestra.types import Completion, Manifest, SamplingParams, TensorEntry, Version

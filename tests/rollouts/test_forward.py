@@ -11,9 +11,9 @@ from helpers.tiny import make_tiny_model
 from palestra.models.config import ModelConfig
 from palestra.models.rotary import rotated
 from palestra.models.tensors import load_tensors
-from palestra.rollouts.native import forward
+from palestra.rollouts.native import forward, layers
 from palestra.rollouts.native.cache import KVCache
-from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps, packing_works
 from palestra.rollouts.native.sampler import sample
 from palestra.rollouts.native.weights import load
@@ -140,9 +140,9 @@ def test_what_is_not_a_product_gives_a_row_the_same_bits_wherever_threads_cut(
         part = x[at].clone()
         match step:
             case "gated":
-                return forward._gated(*part.chunk(2, dim=-1)).tolist()
+                return layers._gated(*part.chunk(2, dim=-1)).tolist()
             case "normed":
-                return forward._normed(part, weight, 1e-5).tolist()
+                return layers.normed(part, weight, 1e-5).tolist()
             case "rotated":
                 heads = part.view(len(part), -1, model.config.head_dim)[:, 2:]
                 cos, sin = model.cos_P1D[positions[at]], model.sin_P1F[positions[at]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from palestra.errors import WeightsError
 from palestra.rollouts.native import forward
-from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps, PackedLinear, packing_works
 from palestra.rollouts.native.weights import Weights, load, plan
 from palestra.types import Manifest

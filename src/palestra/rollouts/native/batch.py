@@ -21,7 +21,7 @@ from torch import Tensor
 from palestra.errors import EngineError
 from palestra.rollouts.native import forward
 from palestra.rollouts.native.cache import KVCache
-from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.sampler import logprobs_of, sample, uniform
 from palestra.rollouts.native.stop import StopChecker
 from palestra.rollouts.native.weights import Weights

@@ -25,7 +25,7 @@ from palestra.models.dtypes import TORCH_DTYPES, DtypeName
 from palestra.models.tokenizer import Tokenizer
 from palestra.rollouts.base import EngineStats, GenerateRequest
 from palestra.rollouts.native.batch import DecodeBatch, Row
-from palestra.rollouts.native.forward import Model
+from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps
 from palestra.rollouts.native.stop import StopChecker
 from palestra.rollouts.native.threads import available_cores, limit_this_thread

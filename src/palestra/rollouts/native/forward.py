@@ -10,34 +10,18 @@ two functions agree with each other and with transformers to float32 rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
 from palestra.models.config import ModelConfig
-from palestra.models.rotary import rotary_tables, rotated
 from palestra.rollouts.native.cache import STRIDE, KVCache
-from palestra.rollouts.native.linears import LinearOps
-from palestra.rollouts.native.weights import Layer, Weights
+from palestra.rollouts.native.layers import Model, mixed, normed, projected
+from palestra.rollouts.native.weights import Weights
 
 _SMALL_PRODUCT = 400
 """torch multiplies batches of matrices below this many multiplications with another kernel."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What does not change from version to version."""
-
-    config: ModelConfig
-    ops: LinearOps
-    cos_P1D: Tensor
-    sin_P1F: Tensor
-
-    @classmethod
-    def build(cls, config: ModelConfig, ops: LinearOps, positions: int) -> Model:
-        return cls(config, ops, *rotary_tables(config, torch.arange(positions), ops.dtype))
 
 
 def prompts(
@@ -61,7 +45,7 @@ def prompts(
     hidden_TH = weights.embedding_VH[tokens_T]
     attended_TE = torch.zeros(total + padding, config.heads * config.head_dim, dtype=hidden_TH.dtype)
     for index, layer in enumerate(weights.layers):
-        queries_THD, keys_TKD, values_TKD = _projected(model, layer, hidden_TH, cos_T1D, sin_T1F)
+        queries_THD, keys_TKD, values_TKD = projected(model, layer, hidden_TH, cos_T1D, sin_T1F)
         start = 0
         for order, length in enumerate(lengths):
             at = slice(start, start + length)
@@ -69,7 +53,7 @@ def prompts(
             if cache is not None:
                 cache.write_prompt(index, slots[order], keys_TKD[at], values_TKD[at])
             start += length
-        hidden_TH = _mixed(config, layer, hidden_TH, attended_TE)
+        hidden_TH = mixed(config, layer, hidden_TH, attended_TE)
     return hidden_TH[:total]
 
 
@@ -89,10 +73,10 @@ def step(
     mask = _span_mask(config, positions_N, span, weights.embedding_VH.dtype)
     hidden_NH = weights.embedding_VH[tokens_N]
     for index, layer in enumerate(weights.layers):
-        queries_NHD, keys_NKD, values_NKD = _projected(model, layer, hidden_NH, cos_N1D, sin_N1F)
+        queries_NHD, keys_NKD, values_NKD = projected(model, layer, hidden_NH, cos_N1D, sin_N1F)
         cache.write_tokens(index, write_at, keys_NKD, values_NKD)
         attended_NE = _cached(config, queries_NHD, cache.keys[index], cache.values[index], mask)
-        hidden_NH = _mixed(config, layer, hidden_NH, attended_NE)
+        hidden_NH = mixed(config, layer, hidden_NH, attended_NE)
     return logits(model, weights, hidden_NH)[:rows]
 
 
@@ -102,48 +86,8 @@ def logits(model: Model, weights: Weights, hidden_NH: Tensor) -> Tensor:
     missing = model.ops.padded(rows) - rows
     if missing:
         hidden_NH = torch.cat((hidden_NH, hidden_NH[:1].expand(missing, -1)))
-    normed_NH = _normed(hidden_NH, weights.norm, model.config.rms_norm_eps)
+    normed_NH = normed(hidden_NH, weights.norm, model.config.rms_norm_eps)
     return weights.head(normed_NH)[:rows]
-
-
-def _projected(
-    model: Model, layer: Layer, hidden_NH: Tensor, cos_N1D: Tensor, sin_N1F: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [N, heads, D], keys and values [N, kv_heads, D]; queries and keys are rotated."""
-    config = model.config
-    turned = config.heads + config.kv_heads
-    normed_NH = _normed(hidden_NH, layer.input_norm, config.rms_norm_eps)
-    qkv_NXD = layer.qkv(normed_NH).view(-1, turned + config.kv_heads, config.head_dim)
-    rotated_NXD = rotated(qkv_NXD[:, :turned], cos_N1D, sin_N1F)
-    return rotated_NXD[:, : config.heads], rotated_NXD[:, config.heads :], qkv_NXD[:, turned:]
-
-
-def _mixed(config: ModelConfig, layer: Layer, hidden_NH: Tensor, attended_NE: Tensor) -> Tensor:
-    """The rest of a layer after attention: output projection, feed-forward, both residuals."""
-    hidden_NH = hidden_NH + layer.output(attended_NE)
-    normed_NH = _normed(hidden_NH, layer.post_norm, config.rms_norm_eps)
-    gate_NI, up_NI = layer.gate_up(normed_NH).chunk(2, dim=-1)
-    return hidden_NH + layer.down(_gated(gate_NI, up_NI))
-
-
-def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """``silu(gate) * up``: gate / (1 + exp(-gate)) * up.
-
-    Each of these steps gives a number the same bits wherever threads cut the array.
-    torch's own silu does not: measured, a row of 2,560 changes with its neighbours
-    at three threads. It is a third faster, which is 0.4 % of a step.
-    """
-    if gate_NI.dtype != torch.float32:
-        return silu(gate_NI).mul_(up_NI)
-    below_NI = gate_NI.neg().exp_().add_(1)
-    return torch.div(gate_NI, below_NI, out=below_NI).mul_(up_NI)
-
-
-def _normed(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm, in fp32."""
-    wide_NH = x_NH.float()
-    scaled_NH = wide_NH * wide_NH.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return scaled_NH.to(x_NH.dtype).mul_(weight_H)
 
 
 def _causal(queries_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> Tensor:
