@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,31 +11,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.errors import EngineError
-from palestra.rollouts.native.batch import DecodeBatch, Row, _portions
-from palestra.rollouts.native.cache import STRIDE, KVCache
+from palestra.rollouts.base import GenerateRequest, VersionNotReady
+from palestra.rollouts.native.batch import PIECE, DecodeBatch
+from palestra.rollouts.native.cache import SMALLEST
 from palestra.rollouts.native.linears import LinearOps
+from palestra.rollouts.native.rows import Row
 from palestra.rollouts.native.stop import StopChecker
-from palestra.rollouts.native.weights import load
+from palestra.rollouts.native.weights import Weights, load
 from palestra.types import Completion, SamplingParams, StopReason, Version
 from rollouts.support import Tiny, manifest_of, ragged_prompts
 
 CONTEXT = 256
 
 
-def make_batch(tiny: Tiny, max_running: int = 4) -> DecodeBatch:
+def make_batch(
+    tiny: Tiny, max_running: int = 4, *, budget: int = 64 * CONTEXT, prefix_budget: int = 4 * CONTEXT
+) -> DecodeBatch:
     model, weights = tiny.weights()
-    batch = DecodeBatch(model, max_running=max_running, context=CONTEXT)
+    batch = DecodeBatch(
+        model, max_running=max_running, context=CONTEXT, budget=budget, prefix_budget=prefix_budget
+    )
     batch.install(weights, Version("test", 0))
     return batch
 
 
-def make_row(prompt: list[int], **params: object) -> Row:
-    sampling = SamplingParams(**({"max_new_tokens": 6} | params))  # type: ignore[arg-type]
+REQUEST_FIELDS = {"session", "min_new_tokens", "logit_bias", "exact_version"}
+
+
+def make_row(prompt: list[int], *, ends: frozenset[int] = frozenset(), **params: Any) -> Row:
+    fields = {name: params.pop(name) for name in REQUEST_FIELDS & params.keys()}
+    sampling = SamplingParams(**({"max_new_tokens": 6} | params))
+    request = GenerateRequest(tuple(prompt), sampling, **fields)
     room = CONTEXT - len(prompt)
     stop = StopChecker(
-        sampling, room=room, eos_token_ids=frozenset(), token_bytes=lambda token: bytes([token % 256])
+        sampling,
+        room=room,
+        eos_token_ids=ends,
+        token_bytes=lambda token: bytes([token % 256]),
+        at_least=request.min_new_tokens,
     )
-    return Row(tuple(prompt), sampling, stop, room)
+    return Row(request, stop, room, never_first=ends | frozenset(sampling.stop_token_ids))
+
+
+def other_weights(tiny: Tiny, batch: DecodeBatch, seed: int = 1) -> Weights:
+    tensors = tiny.changed(seed)
+    return load(tiny.config, batch._model.ops, manifest_of(tensors), tensors.items())[0]
 
 
 def run(batch: DecodeBatch) -> list[Row]:
@@ -137,14 +158,12 @@ def test_a_prompt_computed_by_other_weights_is_never_used_again(tiny: Tiny) -> N
     early, late = make_row(prompt, max_new_tokens=20), make_row(prompt, seed=9)
     batch.submit([early])
     batch.step()
-    other = tiny.changed()
-    model = batch._model
-    weights, _ = load(tiny.config, model.ops, manifest_of(other), other.items())
+    weights = other_weights(tiny, batch)
     batch.install(weights, Version("test", 1))
     batch.submit([late])
     run(batch)
     assert batch.prompt_tokens == 2 * len(prompt)
-    fresh = DecodeBatch(model, max_running=1, context=CONTEXT)
+    fresh = make_batch(tiny, max_running=1)
     fresh.install(weights, Version("test", 1))
     expected = make_row(prompt, seed=9)
     fresh.submit([expected])
@@ -224,14 +243,6 @@ def test_prompts_are_prefilled_in_portions_that_change_nothing(
     assert [tokens_of(row) for row in rows] == expected
 
 
-@given(st.lists(st.integers(1, 30), max_size=20))
-def test_portions_keep_order_and_limit(lengths: list[int]) -> None:
-    portions = _portions(lengths, 40)
-    assert [i for portion in portions for i in portion] == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in portion) <= 40 for portion in portions)
-    assert all(portions)
-
-
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.7), SamplingParams(top_k=9, top_p=0.8)])
 def test_scoring_in_portions_gives_one_logprob_per_token_after_the_first(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
@@ -248,62 +259,247 @@ def test_scoring_in_portions_gives_one_logprob_per_token_after_the_first(
 
 def test_a_batch_without_weights_says_what_to_do(tiny: Tiny) -> None:
     model, _ = tiny.weights()
-    batch = DecodeBatch(model, max_running=1, context=CONTEXT)
+    batch = DecodeBatch(model, max_running=1, context=CONTEXT, budget=CONTEXT)
     batch.submit([make_row([1])])
     with pytest.raises(EngineError, match="no weights"):
         batch.step()
 
 
-def test_the_cache_grows_only_when_needed_and_keeps_what_it_holds(tiny: Tiny) -> None:
-    cache = KVCache(tiny.config, slots=2, context=CONTEXT, dtype=torch.float32)
-    assert cache.nbytes == 0
-    cache.reserve(10, 0)
-    first, size = cache.keys[0].data_ptr(), cache.tokens
-    cache.reserve(size, 2)
-    assert cache.keys[0].data_ptr() == first
-    keys = torch.randn(7, tiny.config.kv_heads, tiny.config.head_dim)
-    cache.write_prompt(1, 1, keys, 2 * keys)
-    cache.reserve(size + 1, 2)
-    assert cache.tokens == 2 * size
-    assert cache.tokens % STRIDE == 0
-    heads = tiny.config.kv_heads
-    assert torch.equal(cache.keys[1][heads : 2 * heads, :7], keys.transpose(0, 1))
-    assert torch.equal(cache.values[1][heads : 2 * heads, :7], 2 * keys.transpose(0, 1))
-    cache.copy(1, 0, 7)
-    assert torch.equal(cache.keys[1][:heads, :7], keys.transpose(0, 1))
-    cache.clear(0)
-    assert not cache.keys[1][:heads].any()
-    cache.release()
-    assert (cache.nbytes, cache.tokens) == (0, 0)
-
-
-def test_growing_copies_the_slots_that_hold_something_and_no_others(tiny: Tiny) -> None:
-    cache = KVCache(tiny.config, slots=3, context=CONTEXT, dtype=torch.float32)
-    cache.reserve(10, 0)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.fill_(1.0)
-    cache.reserve(cache.tokens + 1, 2)
-    rows = 2 * tiny.config.kv_heads
-    for tensor in (*cache.keys, *cache.values):
-        assert (tensor[:rows, : cache.tokens // 2] == 1).all()
-        assert not tensor[:rows, cache.tokens // 2 :].any()
-        assert not tensor[rows:].any()
-
-
-def test_rows_that_run_keep_their_numbers_when_the_cache_grows_under_them(tiny: Tiny) -> None:
+def test_a_long_row_that_enters_changes_nothing_for_the_short_ones(tiny: Tiny) -> None:
     batch = make_batch(tiny, max_running=4)
     prompts = ragged_prompts(3, seed=10)
     early = [make_row(p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)]
     batch.submit(early)
     for _ in range(5):
         batch.step()
-    size = batch.cache.tokens
-    late = make_row([7] * (size + 10), seed=9)
+    late = make_row([7] * (SMALLEST + 10), seed=9)
     batch.submit([late])
+    batch.step()
+    assert sorted(batch.cache.pools) == [SMALLEST, 2 * SMALLEST]
     run(batch)
-    assert batch.cache.tokens > size
     for i, row in enumerate(early):
         assert tokens_of(row) == alone(tiny, prompts[i], seed=i, max_new_tokens=20)
+    assert tokens_of(late) == alone(tiny, [7] * (SMALLEST + 10), seed=9)
+
+
+def test_a_row_waits_for_cache_it_may_need_and_then_finishes(tiny: Tiny) -> None:
+    """Admission by free cache: what is admitted always has room for its last token."""
+    batch = make_batch(tiny, max_running=8, budget=3 * SMALLEST, prefix_budget=0)
+    rows = [make_row([i + 1] * 100, seed=i, max_new_tokens=SMALLEST - 100) for i in range(7)]
+    batch.submit(rows)
+    most = 0
+    while batch.busy:
+        batch.step()
+        most = max(most, len(batch.running))
+        assert batch.cache.reserved <= 3 * SMALLEST
+    assert most == 3
+    assert all(len(tokens_of(row)) == SMALLEST - 100 for row in rows)
+
+
+def test_idle_slots_of_one_size_make_room_for_another(tiny: Tiny) -> None:
+    batch = make_batch(tiny, max_running=8, budget=4 * SMALLEST, prefix_budget=0)
+    batch.submit([make_row([i + 1], seed=i) for i in range(4)])
+    run(batch)
+    assert batch.cache.reserved == 4 * SMALLEST
+    long = make_row([3] * (SMALLEST + 1))
+    batch.submit([long])
+    run(batch)
+    assert tokens_of(long) == alone(tiny, [3] * (SMALLEST + 1))
+    assert batch.cache.reserved <= 4 * SMALLEST
+
+
+def test_a_long_prompt_is_computed_piece_by_piece_while_others_decode(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    short, long = make_row([5, 6], max_new_tokens=20), make_row([7] * (PIECE + PIECE // 2), seed=4)
+    batch.submit([short])
+    batch.step()
+    batch.submit([long])
+    before = len(short.tokens)
+    batch.step()
+    assert len(short.tokens) == before + 1
+    assert long.filled == PIECE
+    assert not long.tokens
+    batch.step()
+    assert len(long.tokens) == 2
+    run(batch)
+    assert tokens_of(long) == alone(tiny, [7] * (PIECE + PIECE // 2), seed=4)
+    assert tokens_of(short) == alone(tiny, [5, 6], max_new_tokens=20)
+
+
+def test_a_new_version_in_the_middle_of_a_prompt_computes_the_prompt_anew(tiny: Tiny) -> None:
+    """NeMo-RL PR#4018: keys and values of one version must not answer for another."""
+    batch = make_batch(tiny)
+    busy, long = make_row([5, 6], max_new_tokens=30), make_row([7] * (PIECE + 9), seed=4)
+    batch.submit([busy])
+    batch.step()
+    batch.submit([long])
+    batch.step()
+    weights = other_weights(tiny, batch)
+    batch.install(weights, Version("test", 1))
+    run(batch)
+    fresh = make_batch(tiny)
+    fresh.install(weights, Version("test", 1))
+    expected = make_row([7] * (PIECE + 9), seed=4)
+    fresh.submit([expected])
+    run(fresh)
+    assert tokens_of(long) == tokens_of(expected)
+    assert isinstance(long.outcome, Completion)
+    assert set(long.outcome.versions) == {1}
+
+
+def test_a_follower_whose_leader_is_cancelled_computes_the_prompt_itself(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    prompt = [7] * (PIECE + 9)
+    busy = make_row([5, 6], max_new_tokens=30)
+    leader, follower = make_row(prompt, seed=1), make_row(prompt, seed=2)
+    batch.submit([busy])
+    batch.step()
+    batch.submit([leader, follower])
+    batch.step()
+    batch.cancel(leader)
+    run(batch)
+    assert tokens_of(follower) == alone(tiny, prompt, seed=2)
+
+
+# -- sessions
+
+
+def second_turn(first: Row, more: list[int], **params: Any) -> Row:
+    return make_row([*first.prompt, *tokens_of(first), *more], session=first.request.session, **params)
+
+
+def test_a_sessions_next_turn_computes_only_what_is_new(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    first = make_row(ragged_prompts(1, seed=30)[0], session="s", seed=3)
+    batch.submit([first])
+    run(batch)
+    second = second_turn(first, [9, 8, 7], seed=4)
+    before = batch.prompt_tokens
+    batch.submit([second])
+    run(batch)
+    assert batch.reused_tokens == len(first.prompt) + len(tokens_of(first)) - 1
+    assert batch.prompt_tokens - before == 4, "the last sampled token and the three new ones"
+    assert tokens_of(second) == alone(tiny, list(second.prompt), seed=4)
+
+
+def test_a_session_that_went_another_way_reuses_what_is_common(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    first = make_row([1, 2, 3, 4, 5, 6], session="s")
+    batch.submit([first])
+    run(batch)
+    other = make_row([1, 2, 3, 9, 9], session="s", seed=8)
+    batch.submit([other])
+    run(batch)
+    assert batch.reused_tokens == 3
+    assert tokens_of(other) == alone(tiny, [1, 2, 3, 9, 9], seed=8)
+
+
+def test_a_session_never_computes_upon_another_versions_keys(tiny: Tiny) -> None:
+    """NeMo-RL PR#4018, prime-rl PR#2270, vllm#9744: KV of old weights was used up to 17 versions later."""
+    batch = make_batch(tiny)
+    first = make_row([1, 2, 3, 4, 5, 6], session="s", max_new_tokens=6)
+    running = make_row([8, 9], session="t", max_new_tokens=12)
+    batch.submit([first, running])
+    while first.outcome is None:
+        batch.step()
+    assert len(batch.prefixes) == 1
+    weights = other_weights(tiny, batch)
+    batch.install(weights, Version("test", 1))
+    assert len(batch.prefixes) == 0
+    run(batch)
+    assert isinstance(running.outcome, Completion)
+    assert set(running.outcome.versions) == {0, 1}
+    assert len(batch.prefixes) == 0, "what two versions computed together is kept by nobody"
+    fresh = make_batch(tiny)
+    fresh.install(weights, Version("test", 1))
+    expected = second_turn(first, [4], seed=5)
+    fresh.submit([expected])
+    run(fresh)
+    second = second_turn(first, [4], seed=5)
+    batch.submit([second])
+    run(batch)
+    assert batch.reused_tokens == 0
+    assert tokens_of(second) == tokens_of(expected)
+
+
+def test_without_a_session_nothing_is_kept(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    batch.submit([make_row([1, 2, 3])])
+    run(batch)
+    assert len(batch.prefixes) == 0
+
+
+def test_what_sessions_keep_makes_room_for_requests(tiny: Tiny) -> None:
+    budget = 8 * SMALLEST + 40
+    batch = make_batch(tiny, budget=budget, prefix_budget=budget)
+    sessions = [make_row([i + 1] * 10, session=str(i)) for i in range(6)]
+    batch.submit(sessions)
+    run(batch)
+    assert 0 < batch.prefixes.held <= 40
+    assert batch.cache.reserved + batch.prefixes.held <= budget
+    rows = [make_row([i + 1], seed=i) for i in range(3)]
+    long = make_row([3] * (SMALLEST + 1))
+    batch.submit([*rows, long])
+    run(batch)
+    assert tokens_of(long) == alone(tiny, [3] * (SMALLEST + 1))
+
+
+# -- what a request may ask for beside the sampling
+
+
+def test_an_exact_version_ends_with_the_version(tiny: Tiny) -> None:
+    batch = make_batch(tiny, max_running=2)
+    bound, free = make_row([1, 2], exact_version=0, max_new_tokens=9), make_row([1, 3], max_new_tokens=9)
+    waits = make_row([1, 4], exact_version=0)
+    batch.submit([bound, free, waits])
+    batch.step()
+    batch.install(other_weights(tiny, batch), Version("test", 1))
+    ended = run(batch)
+    assert {id(row) for row in ended} == {id(bound), id(free), id(waits)}
+    for row in (bound, waits):
+        assert isinstance(row.outcome, VersionNotReady)
+    assert len(tokens_of(free)) == 9
+
+
+def test_before_min_new_tokens_no_end_is_sampled_and_nothing_else_ends_it(tiny: Tiny) -> None:
+    everything = frozenset(range(0, 256, 2))
+    for seed in range(5):
+        batch = make_batch(tiny)
+        row = make_row([1, 2], seed=seed, ends=everything, min_new_tokens=7, max_new_tokens=20)
+        stopped = make_row([1, 3], seed=seed, stop=("\x01",), min_new_tokens=7, max_new_tokens=9)
+        batch.submit([row, stopped])
+        run(batch)
+        tokens = tokens_of(row)
+        assert len(tokens) >= 7
+        assert not everything & set(tokens[:6])
+        assert len(tokens_of(stopped)) >= 7
+
+
+def test_a_logit_bias_moves_one_row_and_no_other(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    forced = make_row([1, 2], logit_bias={77: 1e4})
+    plain = make_row([1, 2], seed=1)
+    batch.submit([forced, plain])
+    run(batch)
+    assert set(tokens_of(forced)) == {77}
+    assert tokens_of(plain) == alone(tiny, [1, 2], seed=1)
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_an_abort_ends_rows_with_what_they_have(tiny: Tiny, waiting: bool) -> None:
+    batch = make_batch(tiny, max_running=2)
+    rows = [make_row([i + 1], seed=i, max_new_tokens=30) for i in range(3)]
+    batch.submit(rows)
+    batch.step()
+    batch.abort(waiting=waiting)
+    ended = batch.take_ended()
+    assert ended == (rows if waiting else rows[:2])
+    for row in rows[:2]:
+        assert isinstance(row.outcome, Completion)
+        assert row.outcome.stop_reason is StopReason.ABORTED
+        assert len(row.outcome.token_ids) == 2
+    assert not batch.running
+    assert batch.busy is not waiting
 
 
 def test_a_rest_gives_the_cache_back_and_changes_no_number(tiny: Tiny) -> None:

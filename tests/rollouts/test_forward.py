@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from palestra.models.config import ModelConfig
 from palestra.models.rotary import rotated
 from palestra.models.tensors import load_tensors
 from palestra.rollouts.native import forward, layers
-from palestra.rollouts.native.cache import KVCache
+from palestra.rollouts.native.cache import Pool
 from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps, packing_works
 from palestra.rollouts.native.sampler import sample
-from palestra.rollouts.native.weights import load
+from palestra.rollouts.native.weights import Weights, load
 from palestra.types import SamplingParams
 from rollouts.support import Tiny, manifest_of, ragged_prompts
 
@@ -30,10 +31,21 @@ KINDS = [
 ]
 
 
-def fresh_cache(model: Model, slots: int, tokens: int = 128) -> KVCache:
-    cache = KVCache(model.config, slots=model.ops.padded(slots), context=256, dtype=model.ops.dtype)
-    cache.reserve(tokens, 0)
-    return cache
+def fresh_pool(model: Model, slots: int, capacity: int = 128) -> Pool[Any]:
+    pool: Pool[Any] = Pool(model.config, capacity, model.ops.dtype, torch.device("cpu"))
+    pool.resize(slots)
+    return pool
+
+
+def fill(model: Model, weights: Weights, pool: Pool[Any], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Sequence i into slot i; the final hidden states of all, end to end."""
+    return forward.prefill(model, weights, [forward.Piece(s, 0, pool, i) for i, s in enumerate(sequences)])
+
+
+def step(
+    model: Model, weights: Weights, pool: Pool[Any], tokens: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    return forward.step(model, weights, [forward.Lane(pool, tokens, positions)])
 
 
 @pytest.mark.parametrize("packed", KINDS)
@@ -42,7 +54,7 @@ def test_logits_of_whole_prompts_equal_those_of_transformers(
 ) -> None:
     model, weights = tiny.weights(packed=packed)
     sequences = ragged_prompts(5, seed=3)
-    hidden = forward.prompts(model, weights, sequences)
+    hidden = torch.cat([forward.whole(model, weights, s) for s in sequences])
     ours = forward.logits(model, weights, hidden)
     with torch.no_grad():
         theirs = torch.cat([reference(torch.tensor([s])).logits[0] for s in sequences])
@@ -57,7 +69,7 @@ def test_an_untied_head_and_unshared_keys_equal_transformers_too(tmp_path: Any) 
     weights, _ = load(config, ops, manifest_of(tensors), tensors.items())
     model = Model.build(config, ops, config.max_positions)
     prompt = ragged_prompts(1, seed=8)[0]
-    ours = forward.logits(model, weights, forward.prompts(model, weights, [prompt]))
+    ours = forward.logits(model, weights, forward.whole(model, weights, prompt))
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         theirs = network(torch.tensor([prompt])).logits[0]
@@ -69,15 +81,15 @@ def test_decoding_with_the_cache_equals_computing_the_whole_sequence_anew(tiny: 
     model, weights = tiny.weights(packed=packed)
     sequences = ragged_prompts(6, seed=4)
     continuation = ragged_prompts(6, seed=9, longest=1)
-    cache = fresh_cache(model, 6)
-    forward.prompts(model, weights, sequences, cache, range(6))
+    pool = fresh_pool(model, 6)
+    fill(model, weights, pool, sequences)
     for index in range(30):
         tokens = [(continuation[row][0] + 7 * index) % 256 for row in range(6)]
-        stepped = forward.step(model, weights, cache, tokens, [len(s) for s in sequences])
+        stepped = step(model, weights, pool, tokens, [len(s) for s in sequences])
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.append(token)
         if index % 7 == 0:
-            whole = torch.stack([forward.prompts(model, weights, [s])[-1] for s in sequences])
+            whole = torch.stack([forward.whole(model, weights, s)[-1] for s in sequences])
             anew = forward.logits(model, weights, whole)
             assert (stepped - anew).abs().max() < 1e-4
 
@@ -109,14 +121,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     if not products_keep_rows_apart(model.ops):
         pytest.skip("on this processor a plain product's bits depend on the row count")
     sequences = ragged_prompts(16, seed=5, longest=80)
-    together = fresh_cache(model, 16)
-    hidden = forward.prompts(model, weights, sequences, together, range(16))
+    together = fresh_pool(model, 16)
+    hidden = fill(model, weights, together, sequences)
     ends = torch.tensor([len(s) for s in sequences]).cumsum(0) - 1
-    crowd = forward.step(model, weights, together, [s[0] for s in sequences], [len(s) for s in sequences])
+    crowd = step(model, weights, together, [s[0] for s in sequences], [len(s) for s in sequences])
     for row, sequence in enumerate(sequences):
-        alone = fresh_cache(model, 1, tokens=128)
-        own = forward.prompts(model, weights, [sequence], alone, [0])
-        single = forward.step(model, weights, alone, [sequence[0]], [len(sequence)])
+        alone = fresh_pool(model, 1, 256)
+        own = fill(model, weights, alone, [sequence])
+        single = step(model, weights, alone, [sequence[0]], [len(sequence)])
         assert torch.equal(own[-1], hidden[ends[row]])
         assert torch.equal(single[0], crowd[row])
 
@@ -159,13 +171,13 @@ def test_what_is_not_a_product_gives_a_row_the_same_bits_wherever_threads_cut(
 def test_stale_and_padding_positions_have_no_weight(tiny: Tiny) -> None:
     model, weights = tiny.weights()
     prompt = ragged_prompts(1, seed=6)[0]
-    clean, dirty = fresh_cache(model, 2), fresh_cache(model, 2)
+    clean, dirty = fresh_pool(model, 2), fresh_pool(model, 2)
     for tensor in (*dirty.keys, *dirty.values):
         tensor.fill_(1e4)
-    for cache in (clean, dirty):
-        forward.prompts(model, weights, [prompt], cache, [0])
-    ours = forward.step(model, weights, clean, [65], [len(prompt)])
-    theirs = forward.step(model, weights, dirty, [65], [len(prompt)])
+    for pool in (clean, dirty):
+        fill(model, weights, pool, [prompt])
+    ours = step(model, weights, clean, [65], [len(prompt)])
+    theirs = step(model, weights, dirty, [65], [len(prompt)])
     assert torch.equal(ours, theirs)
 
 
@@ -176,15 +188,15 @@ def test_bfloat16_stays_near_float32_and_pads_a_single_row(tiny: Tiny) -> None:
     weights, _ = load(tiny.config, ops, manifest_of(tiny.tensors), tiny.tensors.items())
     model = Model.build(tiny.config, ops, 256)
     prompt = ragged_prompts(1, seed=7)[0]
-    cache = fresh_cache(model, 1)
-    hidden = forward.prompts(model, weights, [prompt], cache, [0])
-    exact = forward.prompts(exact_model, exact_weights, [prompt])
+    pool = fresh_pool(model, 1)
+    hidden = fill(model, weights, pool, [prompt])
+    exact = forward.whole(exact_model, exact_weights, prompt)
     assert hidden.dtype == torch.bfloat16
     ours = forward.logits(model, weights, hidden).float()
     theirs = forward.logits(exact_model, exact_weights, exact)
     assert 0 < (ours - theirs).abs().mean() < 0.05
-    stepped = forward.step(model, weights, cache, [65], [len(prompt)]).float()
-    whole = forward.prompts(exact_model, exact_weights, [[*prompt, 65]])[-1:]
+    stepped = step(model, weights, pool, [65], [len(prompt)]).float()
+    whole = forward.whole(exact_model, exact_weights, [*prompt, 65])[-1:]
     assert stepped.shape == (1, tiny.config.vocab_size)
     assert (stepped - forward.logits(exact_model, exact_weights, whole)).abs().mean() < 0.05
 
@@ -194,3 +206,44 @@ def test_plain_float32_rows_are_padded_to_multiples_of_four_per_thread() -> None
     assert [ops.padded(n) for n in (1, 8, 9, 64)] == [8, 8, 16, 64]
     packed = LinearOps(torch.float32, packed=True, threads=2)
     assert [packed.padded(n) for n in (1, 9)] == [1, 9]
+
+
+@pytest.mark.parametrize("packed", KINDS)
+def test_a_prompt_in_pieces_gives_the_bits_of_the_same_pieces_whatever_is_computed_with_them(
+    tiny: Tiny, packed: bool
+) -> None:
+    model, weights = tiny.weights(packed=packed)
+    if not products_keep_rows_apart(model.ops):
+        pytest.skip("on this processor a plain product's bits depend on the row count")
+    long, *others = [ragged_prompts(1, seed=21, longest=40)[0] * 6, *ragged_prompts(3, seed=22)]
+    cut = len(long) // 2
+    at_once, apart = fresh_pool(model, 4, 512), fresh_pool(model, 4, 512)
+    first, second = (forward.Piece(long[:cut], 0, at_once, 0), forward.Piece(long[cut:], cut, at_once, 0))
+    company = [forward.Piece(other, 0, at_once, 1 + i) for i, other in enumerate(others)]
+    together = forward.prefill(model, weights, [company[0], first, second, *company[1:]])
+    forward.prefill(model, weights, [forward.Piece(long[:cut], 0, apart, 0)])
+    alone = forward.prefill(model, weights, [forward.Piece(long[cut:], cut, apart, 0)])
+    end = len(others[0]) + len(long)
+    assert torch.equal(together[end - 1], alone[-1])
+    whole = forward.whole(model, weights, long)
+    assert (alone[-1] - whole[-1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("packed", KINDS)
+def test_rows_of_several_pools_decode_as_each_would_alone(tiny: Tiny, packed: bool) -> None:
+    model, weights = tiny.weights(packed=packed)
+    if not products_keep_rows_apart(model.ops):
+        pytest.skip("on this processor a plain product's bits depend on the row count")
+    sequences = ragged_prompts(5, seed=23)
+    small, large = fresh_pool(model, 3), fresh_pool(model, 2, 256)
+    fill(model, weights, small, sequences[:3])
+    fill(model, weights, large, sequences[3:])
+    lanes = [
+        forward.Lane(small, [7, 8, 9], [len(s) for s in sequences[:3]]),
+        forward.Lane(large, [10, 11], [len(s) for s in sequences[3:]]),
+    ]
+    crowd = forward.step(model, weights, lanes)
+    for row, sequence in enumerate(sequences):
+        alone = fresh_pool(model, 1)
+        fill(model, weights, alone, [sequence])
+        assert torch.equal(step(model, weights, alone, [7 + row], [len(sequence)])[0], crowd[row])

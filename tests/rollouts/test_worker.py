@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from palestra.errors import EngineError
+from palestra.rollouts.base import GenerateRequest
 from palestra.rollouts.native import worker as module
-from palestra.rollouts.native.batch import DecodeBatch, Row
+from palestra.rollouts.native.batch import DecodeBatch
+from palestra.rollouts.native.rows import Row
 from palestra.rollouts.native.stop import StopChecker
 from palestra.rollouts.native.worker import Cancel, Close, DecodeWorker, Install, Score, Submit
 from palestra.types import SamplingParams, Version
@@ -21,7 +23,7 @@ SETTLED_S = 30
 
 def make_worker(tiny: Tiny) -> DecodeWorker:
     model, weights = tiny.weights()
-    batch = DecodeBatch(model, max_running=2, context=64)
+    batch = DecodeBatch(model, max_running=2, context=64, budget=1024)
     batch.install(weights, Version("test", 0))
     return DecodeWorker(batch, threads=1)
 
@@ -30,7 +32,7 @@ def submission(tokens: int = 4) -> tuple[Submit, Future[Any]]:
     sampling = SamplingParams(max_new_tokens=tokens)
     stop = StopChecker(sampling, room=60, eos_token_ids=frozenset(), token_bytes=lambda _: b"")
     future: Future[Any] = Future()
-    return Submit(((Row((1, 2), sampling, stop, 60), future),)), future
+    return Submit(((Row(GenerateRequest((1, 2), sampling), stop, 60), future),)), future
 
 
 def score() -> tuple[Score, Future[Any]]:

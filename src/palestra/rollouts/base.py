@@ -82,6 +82,8 @@ class EngineStats:
     waiting: int
     busy_s: float
     """Seconds in which at least one request was being computed."""
+    reused_tokens: int = 0
+    """Prompt tokens that did not have to be computed: a session had left them."""
 
 
 class Engine(Protocol):

@@ -1,141 +1,152 @@
-"""The decode loop's state: rows that wait, rows that run, and one step over them all.
+"""The decode loop's state: rows that wait, rows whose prompt is computed, rows that decode, and one step.
 
-Single-threaded and free of clocks: what happens depends only on the order in
-which rows are submitted, cancelled and weights installed. Rows are admitted first
-come, first served into free slots; running row i owns cache slot i. A finished or
-cancelled row leaves before the next step, and the last row takes its slot. Rows
-with the same prompt share one prefill as long as the weights that computed it
-still serve: across a new version nothing is shared.
+Single-threaded and free of clocks: what happens depends only on the order in which
+rows are submitted, cancelled and weights installed. Rows are admitted first come,
+first served, once the cache has a slot for all they may need. Prompts are computed
+in pieces cut at fixed positions, few at a time while others decode, so a long
+prompt never stops them and changes no number. Rows with the same prompt share one
+prefill as long as the weights that computed it still serve: across a new version
+nothing is shared, and a prompt half computed begins anew.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from palestra.errors import EngineError
+from palestra.rollouts.base import VersionNotReady
 from palestra.rollouts.native import forward
-from palestra.rollouts.native.cache import KVCache
+from palestra.rollouts.native.adapters import Adapter, RowAdapters
+from palestra.rollouts.native.cache import KVCache, Pool
 from palestra.rollouts.native.layers import Model
+from palestra.rollouts.native.prefixes import Prefix, PrefixStore
+from palestra.rollouts.native.rows import Row
 from palestra.rollouts.native.sampler import logprobs_of, sample, uniform
-from palestra.rollouts.native.stop import StopChecker
 from palestra.rollouts.native.weights import Weights
 from palestra.types import Completion, SamplingParams, StopReason, Version
 
+PIECE = 128
+"""Prompts are cut at multiples of this position; one piece at least is computed each step."""
 PREFILL_TOKENS = 2048
-"""Prompt tokens that go through the model at once; a longer prompt goes alone."""
+"""Prompt tokens computed in one step while nothing decodes."""
 SCORE_ROWS = 256
 """Logits rows that are alive at once while scoring."""
 
 
-@dataclass(slots=True, eq=False)
-class Row:
-    """One request on its way: what was asked, what was sampled, how it ended."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    stop: StopChecker
-    room: int
-    """Tokens the context leaves after the prompt."""
-    name: str = ""
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    outcome: Completion | EngineError | None = None
-    prompt_logits_V: Tensor | None = None
-    """The serving version's logits after the prompt: a later row with this prompt starts from them."""
-
-    @property
-    def stored(self) -> int:
-        """Positions in the cache: the prompt and all sampled tokens but the last."""
-        return len(self.prompt) + max(0, len(self.tokens) - 1)
-
-    def accept(self, token: int, logprob: float, version: Version) -> None:
-        """Take one sampled token; sets ``outcome`` if the row ends with it."""
-        if not math.isfinite(logprob):
-            self.outcome = EngineError(
-                f"the model's logits are not finite under {version}",
-                where=self._where(),
-                expected="finite weights: the training step before this version may have diverged",
-            )
-            return
-        self.tokens.append(token)
-        self.logprobs.append(min(logprob, 0.0))
-        self.versions.append(version.number)
-        reason = self.stop.check(token)
-        if reason is not None:
-            self.outcome = self._completion(reason)
-
-    def _completion(self, reason: StopReason) -> Completion:
-        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), reason)
-
-    def _where(self) -> str:
-        name = f"request {self.name}, " if self.name else ""
-        return f"{name}token {len(self.tokens)} after a prompt of {len(self.prompt)}"
-
-
 class DecodeBatch:
-    """Rows in, finished rows out, one ``step`` at a time."""
+    """Rows in, ended rows out, one ``step`` at a time."""
 
-    def __init__(self, model: Model, *, max_running: int, context: int) -> None:
-        self.waiting: deque[Row] = deque()
-        self.running: list[Row] = []
+    def __init__(
+        self, model: Model, *, max_running: int, context: int, budget: int, prefix_budget: int = 0
+    ) -> None:
+        """``budget`` is in positions of the cache; sessions may keep ``prefix_budget`` of them."""
         self.prompt_tokens = 0
+        self.reused_tokens = 0
         self.generated_tokens = 0
+        self.admitting = True
+        self.adapters: dict[str, Adapter] = {}
+        """By key: a name and the count of loads, so that rows keep the one they began with."""
+        device = model.cos_P1D.device
+        self.cache: KVCache[Row] = KVCache(
+            model.config, context=context, budget=budget, dtype=model.ops.dtype, device=device
+        )
+        self.prefixes = PrefixStore(prefix_budget)
         self._model = model
         self._max_running = max_running
-        slots = model.ops.padded(max_running)
-        self.cache = KVCache(model.config, slots=slots, context=context, dtype=model.ops.dtype)
+        self._waiting: dict[Row, None] = {}
+        self._filling: dict[Row, None] = {}
+        self._ended: list[Row] = []
         self._weights: Weights | None = None
         self._version: Version | None = None
 
     @property
+    def waiting(self) -> list[Row]:
+        return list(self._waiting)
+
+    @property
+    def running(self) -> list[Row]:
+        """Every row that has a slot, pool by pool."""
+        return [row for pool in self.cache.pools.values() for row in pool.owners]
+
+    @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        """Whether a step would do something."""
+        return bool(self._ended or self.running or (self._waiting and self.admitting))
 
     def install(self, weights: Weights, version: Version) -> None:
-        """Serve ``weights`` from the next step on; running rows keep their cache, but share it no more."""
+        """Serve ``weights`` from the next step on; decoding rows keep their cache, but share it no more."""
         self._weights, self._version = weights, version
+        self.prefixes.clear()
         for row in self.running:
             row.prompt_logits_V = None
+            row.one_version = False
+        for row in self._filling:
+            row.filled = 0
+            row.one_version = True
+        for row in [*self._waiting, *self.running]:
+            if row.request.exact_version not in (None, version.number):
+                row.outcome = VersionNotReady(
+                    f"the engine serves {version} now", expected=f"version {row.request.exact_version}"
+                )
+                self._end(row)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        self.waiting.extend(rows)
+        self._waiting.update(dict.fromkeys(rows))
 
     def cancel(self, row: Row) -> None:
         """Forget a row, wherever it is; a row that has ended is left alone."""
-        if row in self.running:
-            self._leave(self.running.index(row))
-        elif row in self.waiting:
-            self.waiting.remove(row)
+        if row.pool is not None:
+            self._leave(row)
+        self._waiting.pop(row, None)
+
+    def abort(self, *, waiting: bool) -> None:
+        """End running rows, and waiting ones if asked, with the tokens they have."""
+        for row in [*self.running, *(self._waiting if waiting else ())]:
+            row.outcome = row.completion(StopReason.ABORTED)
+            self._end(row)
 
     def rest(self) -> None:
         """Nothing to do for a while: give back the cache, which holds nothing where no row runs."""
-        if not self.running:
-            self.cache.release()
+        self.cache.release()
 
     def free(self) -> None:
-        """Give back cache and weights; every row is gone."""
-        self.waiting.clear()
-        self.running.clear()
-        self.cache.release()
+        """Give back cache, adapters and weights; every row is gone."""
+        self._waiting.clear()
+        self._filling.clear()
+        self._ended.clear()
+        self.cache.pools.clear()
+        self.prefixes.clear()
+        self.adapters.clear()
         self._weights = None
 
+    def forget_adapter(self, key: str) -> None:
+        """Let an adapter go, now or when the last row that uses it has ended."""
+        users = (*self.running, *self._waiting)
+        if all(row.adapter != key for row in users):
+            self.adapters.pop(key, None)
+
     def step(self) -> list[Row]:
-        """Admit what fits, sample one token for every running row, return the rows that ended."""
-        ended = self._admit()
-        if self.running:
-            weights, version = self._serving()
-            tokens = [row.tokens[-1] for row in self.running]
-            logits_NV = forward.step(
-                self._model, weights, self.cache, tokens, [row.stored for row in self.running]
-            )
-            ended += self._sample(self.running, logits_NV, version)
+        """Admit what fits, go on with prompts, sample a token for every decoding row; the rows that ended."""
+        self._admit()
+        self._fill()
+        lanes = [
+            forward.Lane(pool, [r.tokens[-1] for r in rows], [r.stored for r in rows])
+            for pool in self.cache.pools.values()
+            if (rows := pool.owners[: pool.decoding])
+        ]
+        if lanes:
+            weights, _ = self._serving()
+            rows = self._decoding()
+            logits_NV = forward.step(self._model, weights, lanes, self._adapters_of(rows))
+            self._sample(rows, logits_NV)
+        return self.take_ended()
+
+    def take_ended(self) -> list[Row]:
+        """The rows that have ended since this was last asked, in order."""
+        ended, self._ended = self._ended, []
         return ended
 
     def score(self, token_ids: Sequence[int], sampling: SamplingParams) -> tuple[float, ...]:
@@ -143,7 +154,7 @@ class DecodeBatch:
         weights, _ = self._serving()
         if len(token_ids) < 2:
             return ()
-        hidden_TH = forward.prompts(self._model, weights, [token_ids[:-1]])
+        hidden_TH = forward.whole(self._model, weights, token_ids[:-1])
         found: list[float] = []
         for start in range(0, hidden_TH.shape[0], SCORE_ROWS):
             targets = token_ids[start + 1 : start + 1 + SCORE_ROWS]
@@ -158,88 +169,147 @@ class DecodeBatch:
             )
         return self._weights, self._version
 
-    def _admit(self) -> list[Row]:
-        """Move waiting rows into free slots, prefill their prompts and sample their first tokens."""
-        first = len(self.running)
-        while self.waiting and len(self.running) < self._max_running:
-            self.running.append(self.waiting.popleft())
-        fresh = self.running[first:]
-        if not fresh:
-            return []
-        _, version = self._serving()
-        self.cache.reserve(max(self._need(row) for row in fresh), first)
-        owners = self._owners(first)
-        self._prefill([slot for slot in range(first, len(self.running)) if owners[slot] == slot])
-        for slot in range(first, len(self.running)):
-            row, owner = self.running[slot], self.running[owners[slot]]
-            row.prompt_logits_V = owner.prompt_logits_V
-            if owner is not row:
-                self.cache.copy(owners[slot], slot, len(row.prompt))
-        logits_NV = torch.stack([row.prompt_logits_V for row in fresh if row.prompt_logits_V is not None])
-        return self._sample(fresh, logits_NV, version)
+    def _decoding(self) -> list[Row]:
+        return [row for pool in self.cache.pools.values() for row in pool.owners[: pool.decoding]]
 
-    @staticmethod
-    def _need(row: Row) -> int:
-        """The positions the row may fill."""
-        return len(row.prompt) + min(row.sampling.max_new_tokens, row.room)
+    def _adapters_of(self, rows: Sequence[Row]) -> RowAdapters | None:
+        return RowAdapters.build([row.adapter for row in rows], self.adapters)
 
-    def _owners(self, first: int) -> dict[int, int]:
-        """For each new slot, the slot whose prefill it uses: an earlier row's with its prompt, or its own."""
-        by_prompt: dict[tuple[int, ...], int] = {}
-        owners: dict[int, int] = {}
-        for slot, row in enumerate(self.running):
-            if slot >= first:
-                owners[slot] = by_prompt.setdefault(row.prompt, slot)
-            elif row.prompt_logits_V is not None:
-                by_prompt.setdefault(row.prompt, slot)
-        return owners
+    # -- prompts
 
-    def _prefill(self, slots: list[int]) -> None:
-        """Compute the prompts of ``slots`` in portions, filling their cache and prompt logits."""
-        weights, _ = self._serving()
-        for portion in _portions([len(self.running[slot].prompt) for slot in slots], PREFILL_TOKENS):
-            chosen = [slots[i] for i in portion]
-            prompts = [self.running[slot].prompt for slot in chosen]
-            hidden_TH = forward.prompts(self._model, weights, prompts, self.cache, chosen)
-            ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-            logits_PV = forward.logits(self._model, weights, hidden_TH[ends])
-            for slot, logits_V in zip(chosen, logits_PV, strict=True):
-                self.running[slot].prompt_logits_V = logits_V
+    def _admit(self) -> None:
+        """Give waiting rows their slots, in order, as long as there are slots."""
+        free = self._max_running - len(self.running)
+        while self.admitting and self._waiting and free > 0:
+            row = next(iter(self._waiting))
+            pool = self.cache.place(row.need, self.prefixes.held)
+            if pool is None and self.prefixes.held:
+                self.prefixes.shrink(self.prefixes.held - self.cache.capacity(row.need))
+                pool = self.cache.place(row.need, self.prefixes.held)
+            if pool is None:
+                return
+            del self._waiting[row]
+            pool.enter(row)
+            row.pool = pool
+            self._filling[row] = None
+            self._resume_session(row, pool)
+            free -= 1
+
+    def _resume_session(self, row: Row, pool: Pool[Row]) -> None:
+        found = self.prefixes.find(row.session_key, row.prompt) if row.session_key[0] else None
+        if found is not None:
+            prefix, row.filled = found
+            pool.paste(row.slot, prefix.cache_2LKTD, row.filled)
+            self.reused_tokens += row.filled
+
+    def _fill(self) -> None:
+        """Go on computing prompts; rows whose prompt is complete sample their first token."""
+        leaders = self._leaders()
+        pieces, ends = self._pieces([row for row in self._filling if leaders[row] is row])
+        if pieces:
+            weights, _ = self._serving()
+            rows = [row for row, piece in pieces for _ in piece.tokens]
+            hidden_TH = forward.prefill(
+                self._model, weights, [piece for _, piece in pieces], self._adapters_of(rows)
+            )
             self.prompt_tokens += hidden_TH.shape[0]
+            if ends:
+                last_P = torch.tensor(list(ends.values()), device=hidden_TH.device)
+                logits_PV = forward.logits(self._model, weights, hidden_TH[last_P])
+                for row, logits_V in zip(ends, logits_PV, strict=True):
+                    row.prompt_logits_V = logits_V
+        ready = [row for row in self._filling if leaders[row].prompt_logits_V is not None]
+        for row in ready:
+            self._promote(row, leaders[row])
+        if ready:
+            logits_NV = torch.stack([r.prompt_logits_V for r in ready if r.prompt_logits_V is not None])
+            self._sample(ready, logits_NV)
 
-    def _sample(self, rows: Sequence[Row], logits_NV: Tensor, version: Version) -> list[Row]:
-        """One token for each row; rows that end leave their slots and are returned in order."""
+    def _leaders(self) -> dict[Row, Row]:
+        """For each row in prefill, the row that computes its prompt: an earlier one with it, or itself."""
+        first: dict[tuple[str, tuple[int, ...]], Row] = {}
+        for row in self._decoding():
+            if row.prompt_logits_V is not None:
+                first.setdefault((row.adapter, row.prompt), row)
+        return {row: first.setdefault((row.adapter, row.prompt), row) for row in self._filling}
+
+    def _pieces(self, rows: Sequence[Row]) -> tuple[list[tuple[Row, forward.Piece]], dict[Row, int]]:
+        """What to compute now, and for the prompts that this completes, the index of their last token."""
+        left = PIECE if any(pool.decoding for pool in self.cache.pools.values()) else PREFILL_TOKENS
+        pieces: list[tuple[Row, forward.Piece]] = []
+        ends: dict[Row, int] = {}
+        done = 0
+        for row in rows:
+            while row.filled < len(row.prompt) and row.pool is not None:
+                stop = min(len(row.prompt), (row.filled // PIECE + 1) * PIECE)
+                tokens = row.prompt[row.filled : stop]
+                if pieces and len(tokens) > left:
+                    return pieces, ends
+                pieces.append((row, forward.Piece(tokens, row.filled, row.pool, row.slot)))
+                row.filled = stop
+                left -= len(tokens)
+                done += len(tokens)
+            ends[row] = done - 1
+        return pieces, ends
+
+    def _promote(self, row: Row, leader: Row) -> None:
+        """The prompt is complete, in ``leader``'s slot: let ``row`` decode."""
+        if row.pool is None or leader.pool is None:
+            raise EngineError("a row in prefill has no slot")
+        if leader is not row:
+            row.pool.fill_from(leader.pool, leader.slot, row.slot, len(row.prompt))
+            row.filled = len(row.prompt)
+            row.prompt_logits_V = leader.prompt_logits_V
+        del self._filling[row]
+        row.pool.promote(row)
+
+    # -- tokens
+
+    def _sample(self, rows: Sequence[Row], logits_NV: Tensor) -> None:
+        """One token for each row; rows that end leave their slots."""
+        _, version = self._serving()
+        logits_NV = _biased(logits_NV, rows)
         uniforms = [uniform(row.sampling.seed, len(row.tokens)) for row in rows]
         tokens, logprobs = sample(logits_NV, [row.sampling for row in rows], uniforms)
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.accept(token, logprob, version)
             self.generated_tokens += row.outcome is None or isinstance(row.outcome, Completion)
-        ended = [row for row in rows if row.outcome is not None]
-        for slot in range(len(self.running) - 1, -1, -1):
-            row = self.running[slot]
+        for row in rows:
             if row.outcome is not None:
-                if isinstance(row.outcome, EngineError):
-                    self.cache.clear(slot)
-                self._leave(slot)
-        return ended
+                self._end(row)
 
-    def _leave(self, slot: int) -> None:
-        """Free a slot; the last running row moves into it."""
-        self.running[slot].prompt_logits_V = None
-        last = self.running.pop()
-        if slot < len(self.running):
-            self.running[slot] = last
-            self.cache.copy(len(self.running), slot, last.stored)
+    def _end(self, row: Row) -> None:
+        """``row`` has its outcome: it leaves, and its session keeps what may be computed upon."""
+        if row.pool is not None:
+            if isinstance(row.outcome, EngineError):
+                row.pool.clear(row.slot)
+            elif row.session_key[0] and row.one_version and row.tokens:
+                self._keep(row, row.pool)
+            self._leave(row)
+        self._waiting.pop(row, None)
+        self._ended.append(row)
+
+    def _keep(self, row: Row, pool: Pool[Row]) -> None:
+        if row.stored <= self.prefixes.budget:
+            tokens = (*row.prompt, *row.tokens[:-1])
+            self.prefixes.keep(row.session_key, Prefix(tokens, pool.copied(row.slot, row.stored)))
+            self.prefixes.shrink(self.cache.budget - self.cache.reserved)
+
+    def _leave(self, row: Row) -> None:
+        if row.pool is not None:
+            row.pool.leave(row)
+        row.pool = None
+        row.prompt_logits_V = None
+        self._filling.pop(row, None)
 
 
-def _portions(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices in order, cut so that each portion's lengths sum to at most ``limit`` (or it is one)."""
-    portions: list[list[int]] = []
-    filled = limit
-    for index, length in enumerate(lengths):
-        if filled + length > limit:
-            portions.append([])
-            filled = 0
-        portions[-1].append(index)
-        filled += length
-    return portions
+def _biased(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Logits with each row's bias; a new tensor where any row has one."""
+    changes = {index: change for index, row in enumerate(rows) if (change := row.bias())}
+    if not changes:
+        return logits_NV
+    biased_NV = logits_NV.float().clone()
+    for index, change in changes.items():
+        ids = torch.tensor(list(change), device=biased_NV.device)
+        biased_NV[index, ids] += torch.tensor(list(change.values()), device=biased_NV.device)
+    return biased_NV

@@ -5,32 +5,48 @@ one batch in the order of submission, so the same requests give the same bits
 whatever the threads' timing. Each token carries the version that chose it; a
 commit happens between two steps and running requests go on with the keys and
 values they have. At most two versions of the weights are in memory: the one that
-serves and the one that is staged. Whatever fails, no await is left hanging.
+serves and the one that is staged; asleep, none. Whatever fails, no await is left
+hanging.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from palestra.errors import EngineError, WeightsError, boundary
+from palestra.errors import EngineError, WeightsError, boundary, nearest
 from palestra.models.config import ModelConfig
 from palestra.models.dtypes import TORCH_DTYPES, DtypeName
 from palestra.models.tokenizer import Tokenizer
-from palestra.rollouts.base import EngineStats, GenerateRequest
-from palestra.rollouts.native.batch import DecodeBatch, Row
+from palestra.rollouts.base import EngineStats, GenerateRequest, OnToken, PauseMode, VersionNotReady
+from palestra.rollouts.native.adapters import Adapter
+from palestra.rollouts.native.batch import DecodeBatch
+from palestra.rollouts.native.budget import cache_positions
 from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps
+from palestra.rollouts.native.rows import Row
 from palestra.rollouts.native.stop import StopChecker
 from palestra.rollouts.native.threads import available_cores, limit_this_thread
 from palestra.rollouts.native.weights import Weights, load
-from palestra.rollouts.native.worker import DecodeWorker, Install, Score, Submit
+from palestra.rollouts.native.worker import (
+    Abort,
+    DecodeWorker,
+    DropAdapter,
+    Install,
+    Listener,
+    LoadAdapter,
+    Pause,
+    Resume,
+    Score,
+    Submit,
+)
 from palestra.types import Boundary, Completion, Manifest, SamplingParams, Version
 
 _MAX_QUIET_WAITS = 16
@@ -44,7 +60,7 @@ class _Staged:
 
 
 class NativeEngine:
-    """Implements `palestra.rollouts.base.Engine` for Llama models on the CPU."""
+    """Implements `palestra.rollouts.base.Engine`, `Pausable`, `Sleeper` and `AdapterHost`."""
 
     def __init__(
         self,
@@ -54,12 +70,16 @@ class NativeEngine:
         threads: int = 0,
         max_running: int = 64,
         context_tokens: int = 0,
+        cache_mb: int = 0,
         eos_token_ids: Sequence[int] | None = None,
+        device: str = "cpu",
     ) -> None:
         """Reads config and tokenizer of ``folder``; weights come through ``start``.
 
-        ``threads`` 0 is all cores, ``context_tokens`` 0 the model's maximum,
-        ``eos_token_ids`` None the model's own (an empty tuple ends nothing early).
+        ``threads`` 0 is all cores, ``context_tokens`` 0 the model's maximum, ``cache_mb`` 0 what
+        ``max_running`` full contexts take, at most an eighth of the free memory; a quarter of the
+        cache may hold what sessions have computed. ``eos_token_ids`` None means the model's own
+        (an empty tuple ends nothing early).
         """
         self._config = ModelConfig.from_folder(folder)
         self._tokenizer = Tokenizer.from_folder(folder)
@@ -71,17 +91,23 @@ class NativeEngine:
         self._max_running = max_running
         self._eos = frozenset(self._tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._threads = threads or available_cores()
-        self._ops = LinearOps.best(TORCH_DTYPES[dtype], self._threads)
+        self._device = torch.device(device)
+        self._ops = LinearOps.best(TORCH_DTYPES[dtype], self._threads, self._device)
+        self._budget = cache_positions(
+            self._config, self._ops.dtype, self._device, cache_mb, max_running, self._context
+        )
         self._batch: DecodeBatch | None = None
         self._worker: DecodeWorker | None = None
         self._version: Version | None = None
         self._staged: _Staged | None = None
         self._stager: ThreadPoolExecutor | None = None
+        self._adapter_keys: dict[str, str] = {}
+        self._adapter_loads = 0
         self._update = asyncio.Lock()
         self._closed = False
         self._live = 0
         self._arrived = 0
-        self._inbox: list[tuple[Row, Future[Completion]]] = []
+        self._inbox: list[tuple[Row, Future[Completion], Listener | None]] = []
         self._flush_planned = False
 
     async def start(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -95,7 +121,13 @@ class NativeEngine:
             try:
                 digest = await self._load(manifest, tensors)
                 model = Model.build(self._config, self._ops, self._context)
-                self._batch = DecodeBatch(model, max_running=self._max_running, context=self._context)
+                self._batch = DecodeBatch(
+                    model,
+                    max_running=self._max_running,
+                    context=self._context,
+                    budget=self._budget,
+                    prefix_budget=self._budget // 4,
+                )
                 self._worker = DecodeWorker(self._batch, threads=self._threads)
                 self._worker.start()
                 await self._install(manifest.version, self._worker)
@@ -104,16 +136,17 @@ class NativeEngine:
                 raise
             return digest
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest, on_token: OnToken | None = None) -> Completion:
         """Sample one completion; see the port."""
         worker = self._running_worker()
         row = self._row(request)
         future: Future[Completion] = Future()
-        self._inbox.append((row, future))
+        loop = asyncio.get_running_loop()
+        self._inbox.append((row, future, Listener(on_token, loop) if on_token else None))
         self._arrived += 1
         if not self._flush_planned:
             self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush_when_quiet, self._arrived, _MAX_QUIET_WAITS)
+            loop.call_soon(self._flush_when_quiet, self._arrived, _MAX_QUIET_WAITS)
         self._live += 1
         try:
             return await asyncio.wrap_future(future)
@@ -151,7 +184,7 @@ class NativeEngine:
 
     @property
     def version(self) -> Version | None:
-        """The version that serves; None before ``start``."""
+        """The version that serves; None before ``start`` and asleep."""
         return self._version
 
     def stats(self) -> EngineStats:
@@ -165,7 +198,62 @@ class NativeEngine:
             running=running,
             waiting=max(0, self._live - running),
             busy_s=self._worker.busy_s,
+            reused_tokens=self._batch.reused_tokens,
         )
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Return when no token is being computed; see the port."""
+        worker = self._running_worker()
+        self._flush()
+        answer: Future[None] = Future()
+        worker.post(Pause(mode, answer))
+        await asyncio.wrap_future(answer)
+
+    async def resume(self) -> None:
+        """Go on where ``pause`` stopped."""
+        self._running_worker().post(Resume())
+
+    async def sleep(self) -> None:
+        """End every request and free weights, caches and adapters; ``start`` wakes the engine."""
+        async with self._update:
+            self._check_open()
+            if self._worker is None:
+                return
+            self._flush()
+            answer: Future[None] = Future()
+            self._worker.post(Abort(answer))
+            await asyncio.wrap_future(answer)
+            await self._drop()
+
+    async def load_adapter(
+        self, name: str, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Serve a LoRA adapter under ``name``; see the port. Rows that run keep the one they began with."""
+        async with self._update:
+            worker = self._running_worker()
+            if not name:
+                raise EngineError("an adapter needs a name", expected="the name that requests will use")
+            adapter = await asyncio.get_running_loop().run_in_executor(
+                self._stager, self._prepared, name, config, tensors
+            )
+            self._check_open()
+            self._flush()  # what was asked before keeps the old one
+            self._adapter_loads += 1
+            key = f"{name}#{self._adapter_loads}"
+            worker.post(LoadAdapter(key, adapter, replaces=self._adapter_keys.get(name, "")))
+            self._adapter_keys[name] = key
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it finish with it."""
+        key = self._key_of(name)
+        self._flush()
+        self._running_worker().post(DropAdapter(key))
+        del self._adapter_keys[name]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that requests may use, sorted."""
+        return tuple(sorted(self._adapter_keys))
 
     async def close(self) -> None:
         """End every request (they raise EngineError) and free the memory. May be called twice."""
@@ -178,6 +266,9 @@ class NativeEngine:
     def _row(self, request: GenerateRequest) -> Row:
         label = f"the prompt of request {request.id}" if request.id else "the prompt"
         self._check_tokens(request.prompt_ids, label)
+        if request.logit_bias:
+            self._check_tokens(tuple(request.logit_bias), "logit_bias")
+        self._check_version(request)
         room = self._context - len(request.prompt_ids)
         if room < 1:
             raise self._too_long(len(request.prompt_ids), label, self._context - 1)
@@ -186,8 +277,47 @@ class NativeEngine:
             room=room,
             eos_token_ids=self._eos,
             token_bytes=self._tokenizer.token_bytes,
+            at_least=request.min_new_tokens,
         )
-        return Row(tuple(request.prompt_ids), request.sampling, stop, room, request.id)
+        row = Row(
+            request,
+            stop,
+            room,
+            adapter=self._key_of(request.adapter) if request.adapter else "",
+            never_first=self._eos | frozenset(request.sampling.stop_token_ids),
+        )
+        if row.need > self._budget:
+            raise EngineError(
+                f"{label} and its completion may take {row.need} positions; the cache holds {self._budget}",
+                expected=f"at most {self._budget} tokens, prompt and max_new_tokens together",
+                next_command="lower max_new_tokens, or raise engine.cache_mb",
+            )
+        return row
+
+    def _check_version(self, request: GenerateRequest) -> None:
+        if self._version is None:
+            return
+        number = self._version.number
+        if request.min_version is not None and number < request.min_version:
+            expected = f"at least version {request.min_version}"
+        elif request.exact_version not in (None, number):
+            expected = f"version {request.exact_version}"
+        else:
+            return
+        raise VersionNotReady(
+            f"the engine serves {self._version}", expected=expected, next_command="the same request, later"
+        )
+
+    def _key_of(self, adapter: str) -> str:
+        key = self._adapter_keys.get(adapter)
+        if key is None:
+            raise EngineError(
+                f"no adapter named {adapter!r} is loaded",
+                expected=f"one of {', '.join(self.adapters)}" if self._adapter_keys else "a loaded adapter",
+                nearest=nearest(adapter, self._adapter_keys),
+                next_command="await engine.load_adapter(name, config, tensors)",
+            )
+        return key
 
     def _check_tokens(self, tokens: Sequence[int], label: str) -> None:
         if not tokens:
@@ -220,18 +350,20 @@ class NativeEngine:
         self._flush()
 
     def _flush(self) -> None:
-        inbox, self._inbox = tuple(self._inbox), []
+        inbox, self._inbox = self._inbox, []
         if not inbox:
             return
+        rows = tuple((row, future) for row, future, _ in inbox)
+        listeners = tuple((row, listener) for row, _, listener in inbox if listener is not None)
         try:
-            self._running_worker().post(Submit(inbox))
+            self._running_worker().post(Submit(rows, listeners))
         except EngineError as error:
-            for _, future in inbox:
+            for _, future in rows:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)
 
     def _forget(self, row: Row, worker: DecodeWorker) -> None:
-        kept = [(other, future) for other, future in self._inbox if other is not row]
+        kept = [entry for entry in self._inbox if entry[0] is not row]
         if len(kept) < len(self._inbox):
             self._inbox = kept
         else:
@@ -278,6 +410,12 @@ class NativeEngine:
         if cancelled is not None:
             raise cancelled
 
+    def _prepared(
+        self, name: str, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Adapter:
+        with boundary(Boundary.WEIGHTS, f"taking adapter {name}"), torch.inference_mode():
+            return Adapter.build(self._config, self._ops, config, tensors)
+
     async def _drop(self) -> None:
         """End both threads and forget everything they held."""
         worker, stager = self._worker, self._stager
@@ -288,6 +426,7 @@ class NativeEngine:
             await loop.run_in_executor(None, stager.shutdown)
         self._batch = self._worker = self._stager = None
         self._version = self._staged = None
+        self._adapter_keys.clear()
 
     # -- state
 

@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 
 from palestra.models.config import ModelConfig
 from palestra.models.rotary import rotary_tables, rotated
+from palestra.rollouts.native.adapters import RowAdapters
 from palestra.rollouts.native.linears import LinearOps
 from palestra.rollouts.native.weights import Layer
 
@@ -33,7 +34,13 @@ class Model:
 
 
 def projected(
-    model: Model, layer: Layer, hidden_NH: Tensor, cos_N1D: Tensor, sin_N1F: Tensor
+    model: Model,
+    layer: Layer,
+    hidden_NH: Tensor,
+    cos_N1D: Tensor,
+    sin_N1F: Tensor,
+    index: int = 0,
+    adapters: RowAdapters | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [N, heads, D], keys and values [N, kv_heads, D]; queries and keys are rotated."""
     config = model.config
@@ -44,7 +51,14 @@ def projected(
     return rotated_NXD[:, : config.heads], rotated_NXD[:, config.heads :], qkv_NXD[:, turned:]
 
 
-def mixed(config: ModelConfig, layer: Layer, hidden_NH: Tensor, attended_NE: Tensor) -> Tensor:
+def mixed(
+    config: ModelConfig,
+    layer: Layer,
+    hidden_NH: Tensor,
+    attended_NE: Tensor,
+    index: int = 0,
+    adapters: RowAdapters | None = None,
+) -> Tensor:
     """The rest of a layer after attention: output projection, feed-forward, both residuals."""
     hidden_NH = hidden_NH + layer.output(attended_NE)
     normed_NH = normed(hidden_NH, layer.post_norm, config.rms_norm_eps)

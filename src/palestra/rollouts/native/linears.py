@@ -58,7 +58,12 @@ class LinearOps:
     threads: int = 1
 
     @classmethod
-    def best(cls, dtype: torch.dtype, threads: int) -> LinearOps:
+    def best(
+        cls,
+        dtype: torch.dtype,
+        threads: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> LinearOps:
         return cls(dtype, packing_works(dtype), threads)
 
     def make(self, dense_OI: Tensor) -> Linear:
