@@ -86,6 +86,7 @@ class Assembly:
             threads=start.threads,
             max_running=job.engine.max_running,
             context_tokens=job.engine.context_tokens,
+            cache_mb=job.engine.cache_mb,
         )
         self._stack.push_async_callback(engine.close)
         workers = RewardWorkers()

@@ -106,6 +106,10 @@ class EngineConfig(Section):
     context_tokens: Whole = setting(
         0, "Longest prompt and reply together; 0 is the model's limit", "tokens", ge=0
     )
+    cache_mb: Whole = setting(
+        0, "Keys and values of all completions at once; 0 is what fits an eighth of the free memory",
+        "MiB", ge=0,
+    )  # fmt: skip
 
 
 class SandboxConfig(Section):

@@ -16,6 +16,7 @@ from palestra.environments.base import Environment
 from palestra.environments.chat import Chat
 from palestra.environments.episode import Episode
 from palestra.environments.runner import run_episode
+from palestra.environments.single_turn import SingleTurn
 from palestra.errors import EngineError, SandboxError
 from palestra.sandboxes.base import SandboxSpec
 from palestra.types import Abstain, Boundary, Message, Reward, SamplingParams, StopReason, Task
@@ -423,3 +424,24 @@ def test_the_runner_has_no_broad_except() -> None:
         source = Path(module.__file__).read_text()
         assert "except Exception" not in source
         assert "except:" not in source
+
+
+async def test_an_episode_of_several_turns_is_one_session_and_a_single_turn_is_none(chat: Chat) -> None:
+    async def play(task: Task, ep: Episode) -> float:
+        await ep.say()
+        await ep.say("again")
+        return 1.0
+
+    engine = FakeEngine(["1", "2", "3"], chat.tokenizer)
+    for environment in (Played(play), SingleTurn([TASK], reward=lambda task, reply: 1.0)):
+        await run_episode(
+            environment,
+            TASK,
+            id="g3.0",
+            engine=engine,
+            chat=chat,
+            sampling=SamplingParams(),
+            deadline_s=30,
+            reward_deadline_s=5,
+        )
+    assert [request.session for request in engine.requests] == ["g3.0", "g3.0", ""]

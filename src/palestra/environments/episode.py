@@ -81,7 +81,9 @@ class Episode:
         workers: RewardWorkers | None = None,
         reward_deadline_s: float = 30.0,
         context_tokens: int | None = None,
+        session: str = "",
     ) -> None:
+        """``session`` names this episode to the engine, which may then compute its beginning once."""
         self.task = task
         self.id = id
         self.unresolved: dict[Hashable, PalestraError] = {}
@@ -94,6 +96,7 @@ class Episode:
         self._workers = workers
         self._reward_deadline_s = reward_deadline_s
         self._context_tokens = context_tokens
+        self._session = session
         self._messages: list[Message] = []
         self._turns: list[Turn] = []
         self._spans: list[Span] = []
@@ -235,7 +238,8 @@ class Episode:
         sampling = replace(self._sampling, seed=turn_seed(self._sampling.seed, turn))
         doing = f"turn {turn} of {self.id}"
         with self._doing_for(Boundary.ENGINE, doing, key=prompt, span="generate"):
-            completion = await self._engine.generate(GenerateRequest(prompt, sampling, f"{self.id}/{turn}"))
+            request = GenerateRequest(prompt, sampling, f"{self.id}/{turn}", self._session)
+            completion = await self._engine.generate(request)
             empty = not completion.token_ids
             if empty and completion.stop_reason not in (StopReason.CONTEXT, StopReason.ABORTED):
                 raise EngineError(f"the engine sampled nothing for turn {turn} of {self.id}")

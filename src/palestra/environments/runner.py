@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.environments.base import Environment, where_defined
 from palestra.environments.episode import Episode
 from palestra.environments.rewards import verdict_of
+from palestra.environments.single_turn import SingleTurn
 from palestra.errors import PalestraError, TaskError, boundary, traceback_of
 from palestra.rollouts.base import Engine
 from palestra.sandboxes.base import SandboxHost, SandboxSpec
@@ -67,6 +68,7 @@ async def run_episode(
         workers=workers,
         reward_deadline_s=reward_deadline_s,
         context_tokens=context_tokens,
+        session="" if isinstance(environment, SingleTurn) else id,  # one turn continues nothing
     )
     playing = asyncio.ensure_future(_play(environment, task, episode))
     try:
