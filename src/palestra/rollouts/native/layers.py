@@ -46,7 +46,10 @@ def projected(
     config = model.config
     turned = config.heads + config.kv_heads
     normed_NH = normed(hidden_NH, layer.input_norm, config.rms_norm_eps)
-    qkv_NXD = layer.qkv(normed_NH).view(-1, turned + config.kv_heads, config.head_dim)
+    qkv_NQ = layer.qkv(normed_NH)
+    if adapters is not None:
+        adapters.add(f"{index}.qkv", normed_NH, qkv_NQ)
+    qkv_NXD = qkv_NQ.view(-1, turned + config.kv_heads, config.head_dim)
     rotated_NXD = rotated(qkv_NXD[:, :turned], cos_N1D, sin_N1F)
     return rotated_NXD[:, : config.heads], rotated_NXD[:, config.heads :], qkv_NXD[:, turned:]
 
@@ -60,10 +63,19 @@ def mixed(
     adapters: RowAdapters | None = None,
 ) -> Tensor:
     """The rest of a layer after attention: output projection, feed-forward, both residuals."""
-    hidden_NH = hidden_NH + layer.output(attended_NE)
+    output_NH = layer.output(attended_NE)
+    if adapters is not None:
+        adapters.add(f"{index}.output", attended_NE, output_NH)
+    hidden_NH = hidden_NH + output_NH
     normed_NH = normed(hidden_NH, layer.post_norm, config.rms_norm_eps)
-    gate_NI, up_NI = layer.gate_up(normed_NH).chunk(2, dim=-1)
-    return hidden_NH + layer.down(_gated(gate_NI, up_NI))
+    both_NI = layer.gate_up(normed_NH)
+    if adapters is not None:
+        adapters.add(f"{index}.gate_up", normed_NH, both_NI)
+    gated_NI = _gated(*both_NI.chunk(2, dim=-1))
+    down_NH = layer.down(gated_NI)
+    if adapters is not None:
+        adapters.add(f"{index}.down", gated_NI, down_NH)
+    return hidden_NH + down_NH
 
 
 def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
