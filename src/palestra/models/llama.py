@@ -28,10 +28,19 @@ HEAD = "lm_head.weight"
 
 
 class Llama(nn.Module):
-    """``forward`` gives the normed hidden state of every packed token."""
+    """``forward`` gives the normed hidden state of every packed token.
+
+    Raises ModelSourceError for a family that computes more than this.
+    """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        beyond = config.beyond_llama()
+        if beyond:
+            raise ModelSourceError(
+                f"{config.architecture} with {', '.join(beyond)} can be served, and not yet trained",
+                expected="a plain Llama to train",
+            )
         self.config = config
         self.compute_dtype = compute_dtype
         self.model = _Body(config)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,14 +28,15 @@ TENSORS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_READ = frozenset(
-    "r lora_alpha use_rslora target_modules exclude_modules layers_to_transform rank_pattern alpha_pattern "
-    "bias peft_type init_lora_weights".split()
-)
-_WITHOUT_EFFECT = frozenset(
-    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout "
-    "qalora_group_size loftq_config eva_config corda_config lora_ga_config megatron_core runtime_config".split()
-)
+_READ = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform"),
+}
+_WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+    *("qalora_group_size", "megatron_core"),
+}
 """Of training, of the making of an adapter, or of a feature that another setting turns on."""
 _KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Ways to begin an adapter that leave the model's own weights as they are."""

@@ -58,8 +58,8 @@ class Adapter:
 
 def _delta(ops: LinearOps, rows: int, members: Sequence[tuple[Part, LowRank]]) -> Delta:
     """The changes of one fused weight's parts, each in the rows of its part."""
-    down_RI = torch.cat([change.down_RI.float() for _, change in members])
-    up_OR = torch.zeros(rows, down_RI.shape[0])
+    down_RI = torch.cat([change.down_RI.float() for _, change in members]).to(ops.device)
+    up_OR = torch.zeros(rows, down_RI.shape[0], device=ops.device)
     rank = 0
     for part, change in members:
         block = change.up_OR.float() * change.scale
@@ -85,8 +85,9 @@ class RowAdapters:
         groups: list[tuple[Adapter, Tensor, int]] = []
         for name, at in rows.items():
             adapter = loaded[name]
-            padding = adapter.ops.padded(len(at)) - len(at)
-            groups.append((adapter, torch.tensor([*at, *at[:1] * padding]), len(at)))
+            ops = adapter.ops
+            padded = [*at, *at[:1] * (ops.padded(len(at)) - len(at))]
+            groups.append((adapter, torch.tensor(padded, device=ops.device), len(at)))
         return cls(tuple(groups)) if groups else None
 
     def add(self, key: str, x_NI: Tensor, y_NO: Tensor) -> None:

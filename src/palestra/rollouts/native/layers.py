@@ -1,7 +1,8 @@
 """What one decoder layer computes around attention: projections before it, the rest after it.
 
 Rows are independent: a row's numbers do not depend on which other rows are computed
-beside it (fp32, see `linears`). Nothing here knows sequences, caches or versions.
+beside it (fp32, see `linears`), nor on which experts or adapters those use. Nothing
+here knows sequences, caches or versions.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.nn.functional import silu
 from palestra.models.config import ModelConfig
 from palestra.models.rotary import rotary_tables, rotated
 from palestra.rollouts.native.adapters import RowAdapters
-from palestra.rollouts.native.linears import LinearOps
-from palestra.rollouts.native.weights import Layer
+from palestra.rollouts.native.linears import Linear, LinearOps
+from palestra.rollouts.native.weights import Experts, Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,9 @@ class Model:
 
     @classmethod
     def build(cls, config: ModelConfig, ops: LinearOps, positions: int) -> Model:
-        return cls(config, ops, *rotary_tables(config, torch.arange(positions), ops.dtype))
+        """For sequences of up to ``positions`` tokens, on the device of ``ops``."""
+        positions_P = torch.arange(positions, device=ops.device)
+        return cls(config, ops, *rotary_tables(config, positions_P, ops.dtype))
 
 
 def projected(
@@ -46,11 +49,12 @@ def projected(
     config = model.config
     turned = config.heads + config.kv_heads
     normed_NH = normed(hidden_NH, layer.input_norm, config.rms_norm_eps)
-    qkv_NQ = layer.qkv(normed_NH)
-    if adapters is not None:
-        adapters.add(f"{index}.qkv", normed_NH, qkv_NQ)
+    qkv_NQ = _adapted(layer.qkv, normed_NH, f"{index}.qkv", adapters)
     qkv_NXD = qkv_NQ.view(-1, turned + config.kv_heads, config.head_dim)
-    rotated_NXD = rotated(qkv_NXD[:, :turned], cos_N1D, sin_N1F)
+    heads_NXD = qkv_NXD[:, :turned]
+    if layer.head_norm is not None:
+        heads_NXD = normed(heads_NXD, layer.head_norm, config.rms_norm_eps)
+    rotated_NXD = rotated(heads_NXD, cos_N1D, sin_N1F)
     return rotated_NXD[:, : config.heads], rotated_NXD[:, config.heads :], qkv_NXD[:, turned:]
 
 
@@ -63,19 +67,46 @@ def mixed(
     adapters: RowAdapters | None = None,
 ) -> Tensor:
     """The rest of a layer after attention: output projection, feed-forward, both residuals."""
-    output_NH = layer.output(attended_NE)
-    if adapters is not None:
-        adapters.add(f"{index}.output", attended_NE, output_NH)
-    hidden_NH = hidden_NH + output_NH
+    hidden_NH = hidden_NH + _adapted(layer.output, attended_NE, f"{index}.output", adapters)
     normed_NH = normed(hidden_NH, layer.post_norm, config.rms_norm_eps)
-    both_NI = layer.gate_up(normed_NH)
+    if isinstance(layer.mlp, Experts):
+        return hidden_NH + _routed(config, layer.mlp, normed_NH)
+    gate_up_NI = _adapted(layer.mlp.gate_up, normed_NH, f"{index}.gate_up", adapters)
+    gated_NI = _gated(*gate_up_NI.chunk(2, dim=-1))
+    return hidden_NH + _adapted(layer.mlp.down, gated_NI, f"{index}.down", adapters)
+
+
+def _adapted(product: Linear, x_NI: Tensor, key: str, adapters: RowAdapters | None) -> Tensor:
+    y_NO = product(x_NI)
     if adapters is not None:
-        adapters.add(f"{index}.gate_up", normed_NH, both_NI)
-    gated_NI = _gated(*both_NI.chunk(2, dim=-1))
-    down_NH = layer.down(gated_NI)
-    if adapters is not None:
-        adapters.add(f"{index}.down", gated_NI, down_NH)
-    return hidden_NH + down_NH
+        adapters.add(key, x_NI, y_NO)
+    return y_NO
+
+
+def _routed(config: ModelConfig, experts: Experts, x_NH: Tensor) -> Tensor:
+    """Each row's chosen experts, weighted by their shares; an expert's rows go through it together.
+
+    Shares are of all experts, so softmax comes before the choice. A row adds its experts
+    up in the experts' order, whichever of them its neighbours chose.
+    """
+    per_token = config.experts_per_token
+    shares_NE = torch.softmax(experts.router(x_NH), dim=-1, dtype=torch.float32)
+    shares_NK, chosen_NK = shares_NE.topk(per_token, dim=-1)
+    if config.norm_topk_prob:
+        shares_NK = shares_NK / shares_NK.sum(-1, keepdim=True)
+    shares_C = shares_NK.to(x_NH.dtype).flatten()
+    choices_C = chosen_NK.flatten().argsort(stable=True)
+    counts = chosen_NK.flatten().bincount(minlength=config.experts).tolist()
+    sum_NH = torch.zeros_like(x_NH)
+    for expert, choices_G in zip(experts.members, choices_C.split(counts), strict=True):
+        count = len(choices_G)
+        if count:
+            rows_G = choices_G // per_token
+            padding = experts.ops.padded(count) - count
+            x_GH = x_NH[torch.cat((rows_G, rows_G[:1].expand(padding)))]
+            out_GH = expert.down(_gated(*expert.gate_up(x_GH).chunk(2, dim=-1)))[:count]
+            sum_NH.index_add_(0, rows_G, out_GH * shares_C[choices_G, None])
+    return sum_NH
 
 
 def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+CPU = torch.device("cpu")
 PACK_ROWS = 64
 """The row count the packed layout is tuned for; any other number works with it."""
 
@@ -46,31 +47,41 @@ class DenseLinear:
         return linear(x_NI, self._weight_OI)
 
 
-Linear = PackedLinear | DenseLinear
+class BiasedLinear:
+    """A product and a bias, added apart: that changes no row's independence."""
+
+    def __init__(self, product: PackedLinear | DenseLinear, bias_O: Tensor) -> None:
+        self._product = product
+        self._bias_O = bias_O
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return self._product(x_NI).add_(self._bias_O)
+
+
+Linear = PackedLinear | DenseLinear | BiasedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class LinearOps:
-    """The kind of linear an engine uses, and the row counts that kind wants."""
+    """The kind of linear an engine uses, on which device, and the row counts that kind wants."""
 
     dtype: torch.dtype
     packed: bool
     threads: int = 1
+    device: torch.device = CPU
 
     @classmethod
-    def best(
-        cls,
-        dtype: torch.dtype,
-        threads: int,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-    ) -> LinearOps:
-        return cls(dtype, packing_works(dtype), threads)
+    def best(cls, dtype: torch.dtype, threads: int, device: torch.device = CPU) -> LinearOps:
+        return cls(dtype, device.type == "cpu" and packing_works(dtype), threads, device)
 
-    def make(self, dense_OI: Tensor) -> Linear:
+    def make(self, dense_OI: Tensor) -> PackedLinear | DenseLinear:
+        """The product with ``dense_OI``, which lies on this device."""
         return PackedLinear(dense_OI) if self.packed else DenseLinear(dense_OI)
 
     def padded(self, rows: int) -> int:
         """How many rows to compute where ``rows`` are needed."""
+        if self.device.type != "cpu":
+            return rows
         if self.dtype != torch.float32:
             return max(rows, 2)
         if self.packed:

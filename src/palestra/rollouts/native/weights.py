@@ -19,10 +19,10 @@ from torch import Tensor
 from palestra.errors import WeightsError, nearest
 from palestra.models.config import ModelConfig
 from palestra.models.tensors import DTYPE_NAMES, entry_of
-from palestra.rollouts.native.linears import Linear, LinearOps
+from palestra.rollouts.native.linears import BiasedLinear, DenseLinear, Linear, LinearOps, PackedLinear
 from palestra.types import Manifest, TensorEntry
 
-_LINEARS = ("qkv", "output", "gate_up", "down", "head")
+_LINEARS = ("qkv", "output", "gate_up", "down", "router", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,29 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedForward:
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Feed-forwards of which each row chooses some, and the product that it chooses by."""
+
+    router: Linear
+    members: tuple[FeedForward, ...]
+    ops: LinearOps
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     input_norm: Tensor
     qkv: Linear
+    head_norm: Tensor | None
+    """One row for each query head, then one for each key head: [heads + kv_heads, D]."""
     output: Linear
     post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +72,53 @@ class Weights:
 
 def plan(config: ModelConfig) -> dict[str, Part]:
     """Every tensor the model has, under its Hugging Face name, and its place."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden = config.hidden_size
     parts = {"model.embed_tokens.weight": Part("embedding", 0, (config.vocab_size, hidden))}
     for i in range(config.layers):
         at = f"model.layers.{i}"
-        parts |= {
-            f"{at}.input_layernorm.weight": Part(f"{i}.input_norm", 0, (hidden,)),
-            f"{at}.self_attn.q_proj.weight": Part(f"{i}.qkv", 0, (queries, hidden)),
-            f"{at}.self_attn.k_proj.weight": Part(f"{i}.qkv", queries, (keys, hidden)),
-            f"{at}.self_attn.v_proj.weight": Part(f"{i}.qkv", queries + keys, (keys, hidden)),
-            f"{at}.self_attn.o_proj.weight": Part(f"{i}.output", 0, (hidden, queries)),
-            f"{at}.post_attention_layernorm.weight": Part(f"{i}.post_norm", 0, (hidden,)),
-            f"{at}.mlp.gate_proj.weight": Part(f"{i}.gate_up", 0, (inner, hidden)),
-            f"{at}.mlp.up_proj.weight": Part(f"{i}.gate_up", inner, (inner, hidden)),
-            f"{at}.mlp.down_proj.weight": Part(f"{i}.down", 0, (hidden, inner)),
-        }
+        parts[f"{at}.input_layernorm.weight"] = Part(f"{i}.input_norm", 0, (hidden,))
+        parts |= _attention_parts(config, i, f"{at}.self_attn")
+        parts[f"{at}.post_attention_layernorm.weight"] = Part(f"{i}.post_norm", 0, (hidden,))
+        if i in config.sparse_layers:
+            parts[f"{at}.mlp.gate.weight"] = Part(f"{i}.router", 0, (config.experts, hidden))
+            for e in range(config.experts):
+                parts |= _mlp_parts(
+                    config, f"{i}.{e}.", f"{at}.mlp.experts.{e}", config.moe_intermediate_size
+                )
+        else:
+            parts |= _mlp_parts(config, f"{i}.", f"{at}.mlp", config.intermediate_size)
     parts["model.norm.weight"] = Part("norm", 0, (hidden,))
     if not config.tied_embeddings:
         parts["lm_head.weight"] = Part("head", 0, (config.vocab_size, hidden))
+    return parts
+
+
+def _attention_parts(config: ModelConfig, i: int, at: str) -> dict[str, Part]:
+    hidden, dim = config.hidden_size, config.head_dim
+    queries, keys = config.heads * dim, config.kv_heads * dim
+    parts = _matrix(f"{at}.q_proj", f"{i}.qkv", 0, (queries, hidden), config.qkv_bias)
+    parts |= _matrix(f"{at}.k_proj", f"{i}.qkv", queries, (keys, hidden), config.qkv_bias)
+    parts |= _matrix(f"{at}.v_proj", f"{i}.qkv", queries + keys, (keys, hidden), config.qkv_bias)
+    parts |= _matrix(f"{at}.o_proj", f"{i}.output", 0, (hidden, queries), config.output_bias)
+    if config.qk_norm:
+        parts[f"{at}.q_norm.weight"] = Part(f"{i}.q_norm", 0, (dim,))
+        parts[f"{at}.k_norm.weight"] = Part(f"{i}.k_norm", 0, (dim,))
+    return parts
+
+
+def _mlp_parts(config: ModelConfig, key: str, at: str, inner: int) -> dict[str, Part]:
+    hidden, bias = config.hidden_size, config.mlp_bias
+    return {
+        **_matrix(f"{at}.gate_proj", f"{key}gate_up", 0, (inner, hidden), bias),
+        **_matrix(f"{at}.up_proj", f"{key}gate_up", inner, (inner, hidden), bias),
+        **_matrix(f"{at}.down_proj", f"{key}down", 0, (hidden, inner), bias),
+    }
+
+
+def _matrix(name: str, key: str, first_row: int, shape: tuple[int, int], bias: bool) -> dict[str, Part]:
+    parts = {f"{name}.weight": Part(key, first_row, shape)}
+    if bias:
+        parts[f"{name}.bias"] = Part(f"{key}_bias", first_row, shape[:1])
     return parts
 
 
@@ -155,13 +199,13 @@ class _Loader:
         for part in self.parts.values():
             self._missing_rows[part.key] = self._missing_rows.get(part.key, 0) + part.shape[0]
         self._buffers: dict[str, Tensor] = {}
-        self._linears: dict[str, Linear] = {}
+        self._linears: dict[str, PackedLinear | DenseLinear] = {}
 
     def put(self, part: Part, tensor: Tensor) -> None:
         key = part.key
         if key not in self._buffers:
             shape = (self._missing_rows[key], *part.shape[1:])
-            self._buffers[key] = torch.empty(shape, dtype=self._ops.dtype)
+            self._buffers[key] = torch.empty(shape, dtype=self._ops.dtype, device=self._ops.device)
         self._buffers[key][part.first_row : part.first_row + part.shape[0]].copy_(tensor)
         self._missing_rows[key] -= part.shape[0]
         if self._missing_rows[key] == 0 and key.rpartition(".")[2] in _LINEARS:
@@ -169,16 +213,32 @@ class _Loader:
 
     def finish(self) -> Weights:
         embedding = self._buffers["embedding"]
-        layers = tuple(
-            Layer(
-                input_norm=self._buffers[f"{i}.input_norm"],
-                qkv=self._linears[f"{i}.qkv"],
-                output=self._linears[f"{i}.output"],
-                post_norm=self._buffers[f"{i}.post_norm"],
-                gate_up=self._linears[f"{i}.gate_up"],
-                down=self._linears[f"{i}.down"],
-            )
-            for i in range(self._config.layers)
-        )
+        layers = tuple(self._layer(i) for i in range(self._config.layers))
         head = self._linears.get("head") or self._ops.make(embedding)
         return Weights(embedding, layers, self._buffers["norm"], head)
+
+    def _layer(self, i: int) -> Layer:
+        return Layer(
+            input_norm=self._buffers[f"{i}.input_norm"],
+            qkv=self._linear(f"{i}.qkv"),
+            head_norm=self._head_norm(i) if self._config.qk_norm else None,
+            output=self._linear(f"{i}.output"),
+            post_norm=self._buffers[f"{i}.post_norm"],
+            mlp=self._experts(i) if i in self._config.sparse_layers else self._feed_forward(f"{i}."),
+        )
+
+    def _experts(self, i: int) -> Experts:
+        members = tuple(self._feed_forward(f"{i}.{e}.") for e in range(self._config.experts))
+        return Experts(self._linear(f"{i}.router"), members, self._ops)
+
+    def _feed_forward(self, key: str) -> FeedForward:
+        return FeedForward(self._linear(f"{key}gate_up"), self._linear(f"{key}down"))
+
+    def _linear(self, key: str) -> Linear:
+        bias_O = self._buffers.get(f"{key}_bias")
+        product = self._linears[key]
+        return product if bias_O is None else BiasedLinear(product, bias_O)
+
+    def _head_norm(self, i: int) -> Tensor:
+        query_D, key_D = self._buffers[f"{i}.q_norm"], self._buffers[f"{i}.k_norm"]
+        return torch.stack([query_D] * self._config.heads + [key_D] * self._config.kv_heads)
