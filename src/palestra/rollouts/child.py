@@ -1,0 +1,93 @@
+"""An engine's server as a child of this process, in a process group of its own.
+
+Nothing of it outlives this process: a shell at the head of the group holds the other
+end of a pipe and kills the whole group when the pipe closes, when the server ends, or
+when it does not end on request. What the server prints goes to one file, and whoever
+asks why it is gone is shown that file's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from palestra.rollouts.base import EngineDead
+
+GRACE_S = 10
+"""How long a server that was asked to end may take."""
+_GUARD = f"""
+exec 3<&0 </dev/null
+"$@" 3<&- & server=$!
+{{ if read -r _ <&3; then kill -TERM $server; sleep {GRACE_S}; fi; kill -KILL 0; }} &
+wait $server
+echo "the server ended with exit status $?" >&2
+kill -KILL 0
+"""
+"""A line on standard input asks the server to end; the end of the input ends everything at once."""
+_SHOWN_LINES = 25
+
+
+class ChildServer:
+    """A running server. Made by ``launch``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self.log = log
+
+    @classmethod
+    async def launch(cls, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ChildServer:
+        """Start ``command`` with ``environment`` on top of this process's own."""
+        with open(log, "ab") as output:  # noqa: ASYNC230 - a local file, opened once
+            process = await asyncio.create_subprocess_exec(
+                "sh", "-c", _GUARD, "sh", *command,
+                stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
+                env={**os.environ, **environment}, start_new_session=True,
+            )  # fmt: skip
+        return cls(process, log)
+
+    @property
+    def group(self) -> int:
+        """The process group of the server and everything it started."""
+        return self._process.pid
+
+    async def ended(self) -> None:
+        """Return when the server is gone, and its whole group with it."""
+        await self._process.wait()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # only if the shell was killed before the group
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """End the server, if need be by force; returns when it is gone."""
+        pipe = self._process.stdin
+        if pipe is not None and not pipe.is_closing():
+            with suppress(ConnectionError):
+                if not at_once:
+                    pipe.write(b"\n")
+                    await pipe.drain()
+            if at_once:
+                pipe.close()
+        await self.ended()
+        if pipe is not None:
+            pipe.close()
+
+    def epitaph(self, what: str, next_command: str = "") -> EngineDead:
+        """The error that says ``what`` and shows the last lines the server printed (case 9)."""
+        return EngineDead(
+            what,
+            where=str(self.log),
+            next_command=next_command or "read the server's log, then start another engine",
+            detail=tail(self.log),
+        )
+
+
+def tail(log: Path, lines: int = _SHOWN_LINES) -> str:
+    """The last lines of a file; what cannot be read is said instead."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError as error:
+        return f"(its log cannot be read: {error})"
+    return "\n".join(text.splitlines()[-lines:])
