@@ -47,10 +47,12 @@ class Tiny:
     config: ModelConfig
     tensors: dict[str, Tensor]
 
-    def weights(self, *, packed: bool = True, threads: int = 1) -> tuple[Model, Weights]:
+    def weights(
+        self, *, packed: bool = True, threads: int = 1, compiled: bool = True
+    ) -> tuple[Model, Weights]:
         ops = LinearOps(torch.float32, packed, threads)
         loaded, _ = load(self.config, ops, manifest_of(self.tensors), self.tensors.items())
-        return Model.build(self.config, ops, self.config.max_positions), loaded
+        return Model.build(self.config, ops, self.config.max_positions, compiled=compiled), loaded
 
     def changed(self, seed: int = 1, scale: float = 0.3) -> dict[str, Tensor]:
         """Other weights of the same shapes."""

@@ -22,9 +22,10 @@ from palestra.types import SamplingParams
 from rollouts.support import Tiny, manifest_of, ragged_prompts
 
 KINDS = [
-    pytest.param(False, id="plain"),
+    pytest.param({"packed": False}, id="plain"),
+    pytest.param({"packed": False, "compiled": False}, id="torch"),
     pytest.param(
-        True,
+        {"packed": True},
         id="packed",
         marks=pytest.mark.skipif(not packing_works(torch.float32), reason="no prepacked products here"),
     ),
@@ -48,11 +49,11 @@ def step(
     return forward.step(model, weights, [forward.Lane(pool, tokens, positions)])
 
 
-@pytest.mark.parametrize("packed", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_whole_prompts_equal_those_of_transformers(
-    tiny: Tiny, reference: Any, packed: bool
+    tiny: Tiny, reference: Any, kind: dict[str, bool]
 ) -> None:
-    model, weights = tiny.weights(packed=packed)
+    model, weights = tiny.weights(**kind)
     sequences = ragged_prompts(5, seed=3)
     hidden = torch.cat([forward.whole(model, weights, s) for s in sequences])
     ours = forward.logits(model, weights, hidden)
@@ -76,9 +77,11 @@ def test_an_untied_head_and_unshared_keys_equal_transformers_too(tmp_path: Any) 
     assert (ours - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("packed", KINDS)
-def test_decoding_with_the_cache_equals_computing_the_whole_sequence_anew(tiny: Tiny, packed: bool) -> None:
-    model, weights = tiny.weights(packed=packed)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_with_the_cache_equals_computing_the_whole_sequence_anew(
+    tiny: Tiny, kind: dict[str, bool]
+) -> None:
+    model, weights = tiny.weights(**kind)
     sequences = ragged_prompts(6, seed=4)
     continuation = ragged_prompts(6, seed=9, longest=1)
     pool = fresh_pool(model, 6)
@@ -111,13 +114,13 @@ def products_keep_rows_apart(ops: LinearOps) -> bool:
     return torch.equal(product(x[:few].contiguous()), product(x)[:few])
 
 
-@pytest.mark.parametrize("packed", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", ["tiny", "wide"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(
-    request: pytest.FixtureRequest, size: str, packed: bool
+    request: pytest.FixtureRequest, size: str, kind: dict[str, bool]
 ) -> None:
     """A resumed run recomputes rollouts in other company: their bits must not move."""
-    model, weights = request.getfixturevalue(size).weights(packed=packed)
+    model, weights = request.getfixturevalue(size).weights(**kind)
     if not products_keep_rows_apart(model.ops):
         pytest.skip("on this processor a plain product's bits depend on the row count")
     sequences = ragged_prompts(16, seed=5, longest=80)
@@ -152,7 +155,7 @@ def test_what_is_not_a_product_gives_a_row_the_same_bits_wherever_threads_cut(
         part = x[at].clone()
         match step:
             case "gated":
-                return layers._gated(*part.chunk(2, dim=-1)).tolist()
+                return layers.gated(part).tolist()
             case "normed":
                 return layers.normed(part, weight, 1e-5).tolist()
             case "rotated":
@@ -208,11 +211,11 @@ def test_plain_float32_rows_are_padded_to_multiples_of_four_per_thread() -> None
     assert [packed.padded(n) for n in (1, 9)] == [1, 9]
 
 
-@pytest.mark.parametrize("packed", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_in_pieces_gives_the_bits_of_the_same_pieces_whatever_is_computed_with_them(
-    tiny: Tiny, packed: bool
+    tiny: Tiny, kind: dict[str, bool]
 ) -> None:
-    model, weights = tiny.weights(packed=packed)
+    model, weights = tiny.weights(**kind)
     if not products_keep_rows_apart(model.ops):
         pytest.skip("on this processor a plain product's bits depend on the row count")
     long, *others = [ragged_prompts(1, seed=21, longest=40)[0] * 6, *ragged_prompts(3, seed=22)]
@@ -229,9 +232,9 @@ def test_a_prompt_in_pieces_gives_the_bits_of_the_same_pieces_whatever_is_comput
     assert (alone[-1] - whole[-1]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("packed", KINDS)
-def test_rows_of_several_pools_decode_as_each_would_alone(tiny: Tiny, packed: bool) -> None:
-    model, weights = tiny.weights(packed=packed)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_several_pools_decode_as_each_would_alone(tiny: Tiny, kind: dict[str, bool]) -> None:
+    model, weights = tiny.weights(**kind)
     if not products_keep_rows_apart(model.ops):
         pytest.skip("on this processor a plain product's bits depend on the row count")
     sequences = ragged_prompts(5, seed=23)

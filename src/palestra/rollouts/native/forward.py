@@ -92,21 +92,28 @@ def step(
     """The logits after every row's token, lane after lane: [rows, vocab]. Keys and values go to the slots."""
     config, device = model.config, weights.embedding_VH.device
     places = [lane.pool.token_places(lane.positions) for lane in lanes]
-    masks: list[Tensor] = []
-    for lane in lanes:
-        span = min(_span(config, max(lane.positions) + 1), lane.pool.capacity)
-        positions_N = torch.tensor(lane.positions, device=device)
-        masks.append(_span_mask(config, positions_N, span, weights.embedding_VH.dtype))
+    positions_LN = [torch.tensor(lane.positions, device=device) for lane in lanes]
+    if model.kernels is None:
+        seen_LN = [
+            _span_mask(config, positions_N, _span(config, lane), weights.embedding_VH.dtype)
+            for lane, positions_N in zip(lanes, positions_LN, strict=True)
+        ]
+    else:
+        seen_LN = [positions_N + 1 for positions_N in positions_LN]
 
     def attend(layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor) -> Tensor:
         attended: list[Tensor] = []
         first = 0
-        for lane, place, mask in zip(lanes, places, masks, strict=True):
+        for lane, place, seen in zip(lanes, places, seen_LN, strict=True):
             at = slice(first, first + len(lane.tokens))
             first = at.stop
             lane.pool.write_tokens(layer, place, keys_NKD[at], values_NKD[at])
             keys, values = lane.pool.keys[layer], lane.pool.values[layer]
-            attended.append(_cached(config, queries_NHD[at], keys, values, mask))
+            if model.kernels is None:
+                attended.append(_cached(config, queries_NHD[at], keys, values, seen))
+            else:
+                kv_heads = config.kv_heads
+                attended.append(model.kernels.attention(queries_NHD[at], keys, values, seen, kv_heads))
         return torch.cat(attended) if len(attended) > 1 else attended[0]
 
     tokens = [token for lane in lanes for token in lane.tokens]
@@ -120,7 +127,7 @@ def logits(model: Model, weights: Weights, hidden_NH: Tensor) -> Tensor:
     missing = model.ops.padded(rows) - rows
     if missing:
         hidden_NH = torch.cat((hidden_NH, hidden_NH[:1].expand(missing, -1)))
-    normed_NH = normed(hidden_NH, weights.norm, model.config.rms_norm_eps)
+    normed_NH = normed(hidden_NH, weights.norm, model.config.rms_norm_eps, model.kernels)
     return weights.head(normed_NH)[:rows]
 
 
@@ -146,7 +153,7 @@ def _decoded(
         attended_NE = attend(index, queries_NHD[:rows], keys_NKD[:rows], values_NKD[:rows])
         if padding:
             attended_NE = torch.cat((attended_NE, attended_NE.new_zeros(padding, attended_NE.shape[1])))
-        hidden_NH = mixed(model.config, layer, hidden_NH, attended_NE, index, adapters)
+        hidden_NH = mixed(model, layer, hidden_NH, attended_NE, index, adapters)
     return hidden_NH[:rows]
 
 
@@ -176,14 +183,15 @@ def _continued(queries_THD: Tensor, keys_KSD: Tensor, values_KSD: Tensor) -> Ten
     return attended_1HTD[0].transpose(0, 1).reshape(length, -1)
 
 
-def _span(config: ModelConfig, positions: int) -> int:
-    """How many cached positions attention reads where ``positions`` are filled.
+def _span(config: ModelConfig, lane: Lane) -> int:
+    """How many cached positions torch's attention reads for these rows.
 
     Multiples of ``STRIDE`` give every row the same sums whatever the longest row is.
     """
     group = config.heads // config.kv_heads * config.head_dim
     least = -(-_SMALL_PRODUCT // group)
-    return -(-max(positions, least) // STRIDE) * STRIDE
+    span = -(-max(max(lane.positions) + 1, least) // STRIDE) * STRIDE
+    return min(span, lane.pool.capacity)
 
 
 def _span_mask(config: ModelConfig, positions_N: Tensor, span: int, dtype: torch.dtype) -> Tensor:
