@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny import make_tiny_model
 from helpers.tiny_gguf import rewrite_json
 from palestra.errors import ModelSourceError
-from palestra.models.config import ModelConfig, read_eos_token_ids
+from palestra.models.config import ModelConfig, RopeScaling, read_eos_token_ids
 
 
 @pytest.fixture
@@ -68,10 +68,11 @@ def test_end_tokens_of_the_generation_settings_win_over_the_config(model: Path) 
 
 
 def test_another_architecture_is_refused_and_the_supported_ones_are_named(model: Path) -> None:
-    rewrite_json(model / "config.json", architectures=["Qwen3ForCausalLM"])
-    with pytest.raises(ModelSourceError, match="Qwen3ForCausalLM") as caught:
+    rewrite_json(model / "config.json", architectures=["Qwen3NextForCausalLM"])
+    with pytest.raises(ModelSourceError, match="Qwen3NextForCausalLM") as caught:
         ModelConfig.from_folder(model)
-    assert "LlamaForCausalLM" in caught.value.expected
+    for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+        assert name in caught.value.expected
     assert caught.value.where.endswith("config.json")
 
 
@@ -85,12 +86,16 @@ def test_a_config_that_names_no_architecture_is_refused(model: Path) -> None:
     ("key", "value"),
     [
         ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("mlp_bias", True),
         ("quantization_config", {"quant_method": "gptq"}),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "longrope", "short_factor": [1.0]}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0}),
+        ("rope_parameters", {"full_attention": {"rope_type": "linear", "factor": 2.0}}),
+        ("rope_parameters", {"rope_type": "default", "mrope_section": [16, 24, 24]}),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.25}),
     ],
 )
 def test_a_setting_that_changes_the_mathematics_is_refused_not_ignored(
@@ -105,6 +110,140 @@ def test_settings_that_change_nothing_are_accepted(model: Path) -> None:
     expected = ModelConfig.from_folder(model)
     rewrite_json(model / "config.json", attention_bias=False, rope_scaling={}, use_cache=True, unknown_key=1)
     assert ModelConfig.from_folder(model) == expected
+
+
+def test_a_bias_that_the_family_does_not_know_is_refused(model: Path) -> None:
+    rewrite_json(model / "config.json", architectures=["Qwen3ForCausalLM"], mlp_bias=True)
+    with pytest.raises(ModelSourceError, match="mlp_bias = True for Qwen3ForCausalLM"):
+        ModelConfig.from_folder(model)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_scaling": LLAMA3}, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeScaling("linear", 2.0)),
+        ({"rope_scaling": {"rope_type": "default"}}, None),
+        ({"rope_scaling": None}, None),
+    ],
+)
+def test_scaled_rotary_positions_are_read_in_both_spellings(
+    model: Path, rope: dict[str, object], scaling: RopeScaling | None
+) -> None:
+    rewrite_json(model / "config.json", rope_theta=5e5, **rope)
+    config = ModelConfig.from_folder(model)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, scaling)
+    assert config.beyond_llama() == ()
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "original_max_position_embeddings"])
+def test_a_missing_number_of_the_scaling_is_named(model: Path, key: str) -> None:
+    rewrite_json(model / "config.json", rope_scaling={k: v for k, v in LLAMA3.items() if k != key})
+    with pytest.raises(ModelSourceError, match=f"lacks {key} for rotary positions of type 'llama3'"):
+        ModelConfig.from_folder(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"factor": 0}, {"factor": "x"}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": 0}],
+)
+def test_scaling_that_makes_no_sense_is_refused(model: Path, changes: dict[str, object]) -> None:
+    rewrite_json(model / "config.json", rope_scaling=LLAMA3 | changes)
+    with pytest.raises(ModelSourceError, match="inconsistent"):
+        ModelConfig.from_folder(model)
+
+
+def test_scaling_that_is_no_table_is_refused(model: Path) -> None:
+    rewrite_json(model / "config.json", rope_scaling=2.0)
+    with pytest.raises(ModelSourceError, match=r"inconsistent: rotary positions are described by 2\.0"):
+        ModelConfig.from_folder(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "beyond"),
+    [
+        ("LlamaForCausalLM", {}, ()),
+        ("LlamaForCausalLM", {"attention_bias": True}, ("qkv_bias", "output_bias")),
+        ("LlamaForCausalLM", {"mlp_bias": True}, ("mlp_bias",)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 4096}, ("qkv_bias",)),
+        ("Qwen3ForCausalLM", {"layer_types": ["full_attention"] * 2}, ("qk_norm",)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, ("qkv_bias", "output_bias", "qk_norm")),
+    ],
+)
+def test_each_family_has_its_biases_and_norms(
+    model: Path, architecture: str, settings: dict[str, object], beyond: tuple[str, ...]
+) -> None:
+    rewrite_json(model / "config.json", architectures=[architecture], **settings)
+    assert ModelConfig.from_folder(model).beyond_llama() == beyond
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, {0, 1, 2, 3, 4, 5}),
+        ({"decoder_sparse_step": 2}, {1, 3, 5}),
+        ({"mlp_only_layers": [0, 3]}, {1, 2, 4, 5}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {1, 5}),
+        ({"num_experts": 0}, set()),
+    ],
+)
+def test_the_layers_with_experts_follow_from_the_step_and_the_exceptions(
+    model: Path, changes: dict[str, object], sparse: set[int]
+) -> None:
+    rewrite_json(model / "config.json", **(EXPERTS | changes))
+    assert ModelConfig.from_folder(model).sparse_layers == sparse
+
+
+def test_the_number_of_experts_is_read_in_the_old_and_the_new_spelling(model: Path) -> None:
+    rewrite_json(model / "config.json", **EXPERTS, norm_topk_prob=True)
+    old = ModelConfig.from_folder(model)
+    rewrite_json(model / "config.json", num_experts=None, num_local_experts=8)
+    assert ModelConfig.from_folder(model) == old
+    assert (old.experts, old.experts_per_token, old.moe_intermediate_size) == (8, 2, 24)
+    assert old.norm_topk_prob
+    rewrite_json(model / "config.json", norm_topk_prob=None)
+    assert not ModelConfig.from_folder(model).norm_topk_prob
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
+def test_a_missing_size_of_the_experts_is_named(model: Path, key: str) -> None:
+    rewrite_json(model / "config.json", **(EXPERTS | {key: None}))
+    with pytest.raises(ModelSourceError, match=f"lacks {key}"):
+        ModelConfig.from_folder(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts_per_tok": 9},
+        {"num_experts_per_tok": 0},
+        {"decoder_sparse_step": 0},
+        {"mlp_only_layers": 3},
+    ],
+)
+def test_experts_that_do_not_fit_together_are_refused(model: Path, changes: dict[str, object]) -> None:
+    rewrite_json(model / "config.json", **(EXPERTS | changes))
+    with pytest.raises(ModelSourceError, match="inconsistent"):
+        ModelConfig.from_folder(model)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers"])

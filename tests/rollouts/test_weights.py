@@ -27,7 +27,7 @@ def take(tiny: Tiny, tensors: dict[str, Tensor], manifest: Manifest | None = Non
 
 def logits_of(tiny: Tiny, weights: Weights) -> Tensor:
     model = Model.build(tiny.config, LinearOps(torch.float32, PACKED, 1), 64)
-    return forward.logits(model, weights, forward.prompts(model, weights, [[5, 6, 7]]))
+    return forward.logits(model, weights, forward.whole(model, weights, [5, 6, 7]))
 
 
 def test_the_digest_is_that_of_the_manifest_in_whatever_order_the_tensors_come(tiny: Tiny) -> None:
