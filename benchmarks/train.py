@@ -91,10 +91,10 @@ def matmul_flops_per_cpu_s(threads: int) -> float:
 
 def work(pipe: Connection, variant: str, folder: Path, threads: int, micro_batch_tokens: int) -> None:
     """One variant's process: a step for every message, until told to end."""
+    from palestra.batches import LossSpec
     from palestra.models.config import ModelConfig
     from palestra.trainer.settings import TrainerSettings
     from palestra.trainer.torch_trainer import TorchTrainer
-    from palestra.types import LossSpec
 
     config = ModelConfig.from_folder(folder)
     batch = make_batch(config.vocab_size, shared=variant != "unshared")

@@ -14,11 +14,9 @@ from helpers.trajectories import TASK, trajectory
 from palestra.types import (
     UNVERSIONED,
     Abstain,
-    Batch,
     Boundary,
     Completion,
     Group,
-    LossSpec,
     Manifest,
     Message,
     Reward,
@@ -279,54 +277,6 @@ def test_a_tensor_name_cannot_leave_its_folder(name: str) -> None:
 def test_sampling_parameters_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**arguments)
-
-
-def batch(**changes: Any) -> Batch:
-    columns: dict[str, Any] = {
-        "tokens_T": [5, 6, 7, 8, 9],
-        "positions_T": [0, 1, 2, 2, 3],
-        "segment_ids_T": [0, 0, 1, 2, 2],
-        "segment_parents_S": [-1, 0, 0],
-        "predictors_N": [1, 1, 3],
-        "targets_N": [7, 8, 9],
-        "weights_N": [0.5, -0.5, -0.5],
-        "sampler_logprobs_N": [-1.0, -2.0, -0.1],
-        "sequence_ids_N": [0, 1, 1],
-    }
-    return Batch(**{**columns, **changes})
-
-
-def test_a_batch_of_agreeing_columns_is_built() -> None:
-    assert (batch().token_count, batch().target_count) == (5, 3)
-    assert batch(old_logprobs_N=[-1.0, -2.0, -3.0]).old_logprobs_N is not None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"positions_T": [0, 1]}, "one length"),
-        ({"tokens_T": [], "positions_T": [], "segment_ids_T": []}, "no token"),
-        ({"segment_ids_T": [0, 0, 2, 1, 1]}, "after segment 0"),
-        ({"segment_ids_T": [0, 0, 1, 1, 1]}, "3 segments declared, 2 hold tokens"),
-        ({"segment_parents_S": [-1, 1, 0]}, "not an earlier one"),
-        ({"segment_parents_S": [-1, 0, 3]}, "not an earlier one"),
-        ({"predictors_N": [1, 1, 5]}, "outside"),
-        ({"targets_N": [7, 8]}, "one length"),
-        ({"weights_N": [0.5, math.inf, 0.0]}, "weight is not finite"),
-        ({"sampler_logprobs_N": [math.nan, 0.0, 0.0]}, "sampler logprob"),
-        ({"old_logprobs_N": [0.0]}, "another length"),
-        ({"temperature": 0.0}, "temperature"),
-    ],
-)
-def test_a_batch_of_disagreeing_columns_cannot_be_built(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        batch(**changes)
-
-
-def test_a_loss_out_of_range_is_refused() -> None:
-    for arguments in ({"kind": "magic"}, {"clip_low": 1.0}, {"clip_low": -0.1}, {"clip_high": -1.0}):
-        with pytest.raises(ValueError):
-            LossSpec(**arguments)  # type: ignore[arg-type]
 
 
 def test_a_span_runs_forward() -> None:

@@ -4,9 +4,8 @@ This module does no I/O, holds no engine and imports no framework and nothing of
 palestra, so everything else may import it. Every constructor checks its
 invariants: lengths that must agree do agree, numbers that must be finite are
 finite, members of one group answered one task. Whoever holds one of these
-objects never has to check it again. Token and logprob columns carry their axes
-in their names: ``_T`` runs over packed tokens, ``_N`` over trained targets,
-``_S`` over packed segments. Logprobs are natural logarithms.
+objects never has to check it again. Logprobs are natural logarithms. What is
+made of them for the trainer lies in `palestra.batches`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import hashlib
 import json
 import math
 import re
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -382,119 +380,6 @@ class Group:
     def rewards(self) -> tuple[float, ...]:
         """The rewards of ``rewarded``, in its order."""
         return tuple(t.outcome.value for t in self.trajectories if isinstance(t.outcome, Reward))
-
-
-def _floats(values: Sequence[float]) -> array[float]:
-    return values if isinstance(values, array) else array("f", values)
-
-
-def _ints(values: Sequence[int]) -> array[int]:
-    return values if isinstance(values, array) else array("q", values)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Packed training tokens, as a forest of segments, with one weight per trained target.
-
-    A segment is a run of consecutive packed tokens. It attends causally to itself
-    and fully to its ancestors, so a group's prompt is stored once as a root and
-    each member's continuation is a child. A root and its descendants (a tree) lie
-    side by side, parents before children, and no token sees another tree.
-
-    Target n is the token ``targets_N[n]``, predicted by the hidden state at packed
-    index ``predictors_N[n]``. The sum over n of weight times the loss term is the
-    whole loss: weights already contain the advantage and the normaliser over the
-    *global* batch, which is why a split into micro-batches cannot change it.
-
-    Columns are ``array`` objects (int64 and float32), owned by the batch; nobody
-    writes to them after construction.
-    """
-
-    tokens_T: array[int]
-    positions_T: array[int]
-    """Position of the token in its own sequence, from 0."""
-    segment_ids_T: array[int]
-    segment_parents_S: array[int]
-    """Index of each segment's parent, -1 for a root."""
-    predictors_N: array[int]
-    targets_N: array[int]
-    weights_N: array[float]
-    sampler_logprobs_N: array[float]
-    """What the engine reported when it sampled the target."""
-    sequence_ids_N: array[int]
-    """Which trajectory the target belongs to, from 0."""
-    old_logprobs_N: array[float] | None = None
-    """Logprobs under the policy at the start of the step; None means the ratio is 1 by definition."""
-    temperature: float = 1.0
-    """The temperature the targets were sampled at: logits are divided by it."""
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tokens_T", "positions_T", "segment_ids_T", "segment_parents_S", "predictors_N",
-                     "targets_N", "sequence_ids_N"):  # fmt: skip
-            object.__setattr__(self, name, _ints(getattr(self, name)))
-        for name in ("weights_N", "sampler_logprobs_N"):
-            object.__setattr__(self, name, _floats(getattr(self, name)))
-        if self.old_logprobs_N is not None:
-            object.__setattr__(self, "old_logprobs_N", _floats(self.old_logprobs_N))
-            _require(len(self.old_logprobs_N) == len(self.targets_N), "old_logprobs_N has another length")
-        _require(math.isfinite(self.temperature) and self.temperature > 0, "temperature must be above 0")
-        self._check_tokens()
-        self._check_targets()
-
-    def _check_tokens(self) -> None:
-        count = len(self.tokens_T)
-        _require(count > 0, "a batch holds no token")
-        _require(
-            len(self.positions_T) == count and len(self.segment_ids_T) == count,
-            f"tokens_T, positions_T and segment_ids_T must have one length, got {count}, "
-            f"{len(self.positions_T)} and {len(self.segment_ids_T)}",
-        )
-        segments = len(self.segment_parents_S)
-        seen = -1
-        for index, segment in enumerate(self.segment_ids_T):
-            _require(segment in (seen, seen + 1), f"segment_ids_T[{index}] is {segment} after segment {seen}")
-            seen = segment
-        _require(seen == segments - 1, f"{segments} segments declared, {seen + 1} hold tokens")
-        for segment, parent in enumerate(self.segment_parents_S):
-            _require(-1 <= parent < segment, f"segment {segment} has parent {parent}, not an earlier one")
-
-    def _check_targets(self) -> None:
-        count = len(self.targets_N)
-        columns = (self.predictors_N, self.weights_N, self.sampler_logprobs_N, self.sequence_ids_N)
-        _require(all(len(c) == count for c in columns), "the columns over N must have one length")
-        tokens = len(self.tokens_T)
-        _require(all(0 <= p < tokens for p in self.predictors_N), "a predictor lies outside the tokens")
-        _require(all(map(math.isfinite, self.weights_N)), "a weight is not finite")
-        _require(all(map(math.isfinite, self.sampler_logprobs_N)), "a sampler logprob is not finite")
-
-    @property
-    def token_count(self) -> int:
-        return len(self.tokens_T)
-
-    @property
-    def target_count(self) -> int:
-        return len(self.targets_N)
-
-
-@dataclass(frozen=True, slots=True)
-class LossSpec:
-    """Which loss the trainer sums over targets; a new algorithm is a new weight or a new kind here.
-
-    ``policy``: PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347),
-    ``-min(r w, clip(r, 1 - clip_low, 1 + clip_high) w)`` per target with the ratio
-    r to ``old_logprobs_N``. ``nll``: ``-w log p`` (supervised fine-tuning).
-    """
-
-    kind: Literal["policy", "nll"] = "policy"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        _require(self.kind in ("policy", "nll"), f"loss kind must be policy or nll, got {self.kind!r}")
-        _require(0 <= self.clip_low < 1, f"clip_low must be in [0, 1), got {self.clip_low}")
-        _require(self.clip_high >= 0, f"clip_high must be >= 0, got {self.clip_high}")
 
 
 _VERSION = re.compile(r"(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)@(?P<number>0|[1-9][0-9]*)")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.forest import naive_loss
 from palestra.algorithms.losses import target_loss
-from palestra.types import LossSpec
+from palestra.batches import LossSpec
 
 
 def graded(spec: LossSpec, logprobs: list[float], old: list[float] | None, weights: list[float]):

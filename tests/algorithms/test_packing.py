@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from helpers.forest import TASK, NaiveTarget, naive_targets, random_advantages, random_groups, trajectory
 from palestra.algorithms.packing import pack, partition
-from palestra.types import Batch, Group, SamplingParams, Trajectory
+from palestra.batches import Batch
+from palestra.types import Group, SamplingParams, Trajectory
 
 SAMPLING = SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
 seeds = st.integers(0, 10_000)

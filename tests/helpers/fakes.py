@@ -9,18 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from palestra.batches import Batch, LossSpec
 from palestra.errors import TrainerError
 from palestra.rollouts.base import EngineStats, GenerateRequest
 from palestra.trainer.base import StepReport
-from palestra.types import (
-    Batch,
-    Completion,
-    LossSpec,
-    Manifest,
-    SamplingParams,
-    StopReason,
-    Version,
-)
+from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 from palestra.weights.manifests import full_manifest
 
 

@@ -14,16 +14,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from palestra.types import (
-    Abstain,
-    Completion,
-    Group,
-    LossSpec,
-    Reward,
-    StopReason,
-    Trajectory,
-    Turn,
-)
+from palestra.batches import LossSpec
+from palestra.types import Abstain, Completion, Group, Reward, StopReason, Trajectory, Turn
 
 TASK = "0" * 64
 Pieces = Sequence[tuple[Sequence[int], bool]]

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from palestra.algorithms.losses import TargetLoss, target_loss
+from palestra.batches import LossSpec
 from palestra.rollouts.native.sampler import shape_logits
 from palestra.trainer.head import Distribution, Head, kept_tokens
-from palestra.types import LossSpec, SamplingParams
+from palestra.types import SamplingParams
 
 torch.set_num_threads(1)
 VOCAB, HIDDEN, COUNT = 97, 16, 23

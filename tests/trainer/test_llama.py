@@ -10,12 +10,13 @@ import torch
 from helpers.forest import double_model, trajectory
 from helpers.tiny import make_tiny_model
 from palestra.algorithms.packing import pack
+from palestra.batches import Batch
 from palestra.errors import ModelSourceError
 from palestra.models.config import ModelConfig
 from palestra.models.llama import Llama
 from palestra.models.tensors import load_tensors
 from palestra.trainer.tree_attention import TreeAttention
-from palestra.types import Batch, Group, SamplingParams
+from palestra.types import Group, SamplingParams
 
 torch.set_num_threads(1)
 TOKENS = (5, 17, 99, 3, 250, 41, 8, 8, 120)

@@ -21,10 +21,11 @@ from helpers.forest import (
 )
 from helpers.tiny import make_tiny_model
 from palestra.algorithms.packing import pack
+from palestra.batches import Batch, LossSpec
 from palestra.errors import ModelSourceError, TrainerError
 from palestra.trainer.settings import TrainerSettings
 from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.types import Batch, Group, LossSpec, SamplingParams
+from palestra.types import Group, SamplingParams
 
 SETTINGS = TrainerSettings(threads=1, micro_batch_tokens=10_000, grad_clip=0.0)
 

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.forest import random_advantages, random_groups
 from helpers.tiny import make_tiny_model
 from palestra.algorithms.packing import pack
+from palestra.batches import Batch, LossSpec
 from palestra.errors import TrainerError
 from palestra.models.tensors import load_tensors, save_tensors
 from palestra.trainer.settings import TrainerSettings
 from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.types import Batch, LossSpec, SamplingParams
+from palestra.types import SamplingParams
 
 SETTINGS = TrainerSettings(threads=1, micro_batch_tokens=30, weight_decay=0.01)
 FILES = ["masters.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "trainer.json"]

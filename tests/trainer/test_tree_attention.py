@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from palestra.batches import Batch
 from palestra.trainer.tree_attention import TreeAttention
-from palestra.types import Batch
 
 torch.set_num_threads(1)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8

@@ -17,7 +17,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.types import Batch, Group, SamplingParams, Trajectory
+from palestra.batches import Batch
+from palestra.types import Group, SamplingParams, Trajectory
 
 
 def pack(groups: Sequence[Group], advantages: Mapping[str, float], sampling: SamplingParams) -> Batch | None:
@@ -189,7 +190,6 @@ def _tree_bounds(batch: Batch) -> list[tuple[int, int]]:
 def _part(batch: Batch, start: int, stop: int, rows: Sequence[int]) -> Part:
     first = batch.segment_ids_T[start]
     last = batch.segment_ids_T[stop - 1]
-    old = batch.old_logprobs_N
     piece = Batch(
         tokens_T=batch.tokens_T[start:stop],
         positions_T=batch.positions_T[start:stop],
@@ -200,12 +200,18 @@ def _part(batch: Batch, start: int, stop: int, rows: Sequence[int]) -> Part:
         ),
         predictors_N=array("q", (batch.predictors_N[row] - start for row in rows)),
         targets_N=array("q", (batch.targets_N[row] for row in rows)),
-        weights_N=array("f", (batch.weights_N[row] for row in rows)),
-        sampler_logprobs_N=array("f", (batch.sampler_logprobs_N[row] for row in rows)),
+        weights_N=_taken(batch.weights_N, rows),
+        sampler_logprobs_N=_taken(batch.sampler_logprobs_N, rows),
         sequence_ids_N=array("q", (batch.sequence_ids_N[row] for row in rows)),
-        old_logprobs_N=array("f", (old[row] for row in rows)) if old is not None else None,
+        old_logprobs_N=batch.old_logprobs_N and _taken(batch.old_logprobs_N, rows),
+        ref_logprobs_N=batch.ref_logprobs_N and _taken(batch.ref_logprobs_N, rows),
+        kl_weights_N=batch.kl_weights_N and _taken(batch.kl_weights_N, rows),
         temperature=batch.temperature,
         top_p=batch.top_p,
         top_k=batch.top_k,
     )
     return Part(piece, array("q", rows))
+
+
+def _taken(column: array[float], rows: Sequence[int]) -> array[float]:
+    return array("f", (column[row] for row in rows))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.batches import Batch, LossSpec
 from palestra.errors import RunStopped, TrainerError, WeightsError
 from palestra.job import Job
 from palestra.loop import checkpoints
@@ -31,7 +32,7 @@ from palestra.loop.verdict import Signal, Verdict, judge, step_metrics
 from palestra.records.writer import RunWriter
 from palestra.rollouts.base import Engine
 from palestra.trainer.base import StepReport, Trainer
-from palestra.types import UNVERSIONED, Batch, Group, LossSpec, SamplingParams, Task, Trajectory, Version
+from palestra.types import UNVERSIONED, Group, SamplingParams, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from palestra.weights.sync import SyncReport, WeightSync

@@ -24,8 +24,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palestra.batches import Batch, LossSpec
 from palestra.errors import MissingExtraError, ModelSourceError, TrainerError
-from palestra.types import Batch, LossSpec, SamplingParams, Task, Version
+from palestra.types import SamplingParams, Task, Version
 
 if TYPE_CHECKING:
     from palestra.models.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from palestra.types import Batch, LossSpec
+from palestra.batches import Batch, LossSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,8 @@ class StepReport:
     seconds: float
     applied: bool
     """False where loss or gradient was not finite: nothing was updated."""
+    kl_mean: float = 0.0
+    """k3 estimate of KL(policy || reference) in nats per target; 0 without reference logprobs."""
 
 
 class Trainer(Protocol):

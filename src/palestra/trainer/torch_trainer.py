@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.algorithms.losses import TargetLoss, target_loss
+from palestra.algorithms.losses import SequenceRatio, TargetLoss, kl_estimate, sequence_ratio, target_loss
 from palestra.algorithms.packing import Part, partition
+from palestra.batches import Batch, LossSpec
 from palestra.errors import TrainerError, boundary
 from palestra.models.config import ModelConfig
 from palestra.models.dtypes import TORCH_DTYPES
@@ -34,12 +35,12 @@ from palestra.models.llama import Llama
 from palestra.models.tensors import load_tensors, save_tensors
 from palestra.trainer.adamw import MOMENTS, AdamW
 from palestra.trainer.base import StepReport
-from palestra.trainer.head import Distribution, Head, HeadResult
+from palestra.trainer.head import Distribution, Head, HeadResult, TermOf
 from palestra.trainer.memory import keep_freed_memory
 from palestra.trainer.settings import TrainerSettings
 from palestra.trainer.state_files import INDEX, check_file, read_index, read_into, write_state
 from palestra.trainer.tree_attention import TreeAttention
-from palestra.types import Batch, Boundary, LossSpec
+from palestra.types import Boundary
 
 MASTERS = "masters"
 
@@ -146,16 +147,27 @@ class TorchTrainer:
         hidden = self._model(*_columns(batch), TreeAttention(batch))
         predictors = _long(batch.predictors_N)
         head_weight = self._model.head_weight
+        hidden_NH = hidden.detach().index_select(0, predictors)
         result = self._head.train(
-            hidden.detach().index_select(0, predictors),
+            hidden_NH,
             head_weight.detach(),
             _long(batch.targets_N),
             _distribution(batch),
-            _term_of(loss, batch),
+            _term_of(loss, batch, self._sequence_ratio(loss, batch, hidden_NH)),
             gradient_of(head_weight),
         )
         hidden.backward(torch.zeros_like(hidden).index_add_(0, predictors, result.hidden_grad_NH))
         return result
+
+    def _sequence_ratio(self, loss: LossSpec, batch: Batch, hidden_NH: Tensor) -> SequenceRatio | None:
+        """Needs all logprobs of a sequence before its first term; a sequence lies in one micro-batch."""
+        log_ratio_N = None
+        if loss.ratio != "token" and batch.old_logprobs_N is not None:
+            logprobs_N, _ = self._head.score(
+                hidden_NH, self._model.head_weight, _long(batch.targets_N), _distribution(batch)
+            )
+            log_ratio_N = logprobs_N - _float(batch.old_logprobs_N)
+        return sequence_ratio(loss.ratio, _long(batch.sequence_ids_N), log_ratio_N)
 
     def _prepare(self) -> AdamW:
         """The optimiser, whose moments are allocated at first use and then kept."""
@@ -220,6 +232,10 @@ def _float(column: array[float]) -> Tensor:
     return torch.frombuffer(column, dtype=torch.float32)
 
 
+def _optional(column: array[float] | None) -> Tensor | None:
+    return None if column is None else _float(column)
+
+
 def _columns(batch: Batch) -> tuple[Tensor, Tensor]:
     return _long(batch.tokens_T), _long(batch.positions_T)
 
@@ -228,12 +244,20 @@ def _distribution(batch: Batch) -> Distribution:
     return Distribution(batch.temperature, batch.top_p, batch.top_k)
 
 
-def _term_of(loss: LossSpec, batch: Batch) -> Any:
+def _term_of(loss: LossSpec, batch: Batch, sequence: SequenceRatio | None) -> TermOf:
     weights = _float(batch.weights_N)
-    old = None if batch.old_logprobs_N is None else _float(batch.old_logprobs_N)
+    old, ref, kl_weights = map(_optional, (batch.old_logprobs_N, batch.ref_logprobs_N, batch.kl_weights_N))
 
     def term_of(logprobs: Tensor, rows: slice) -> TargetLoss:
-        return target_loss(loss, logprobs, None if old is None else old[rows], weights[rows])
+        return target_loss(
+            loss,
+            logprobs,
+            None if old is None else old[rows],
+            weights[rows],
+            sequence=None if sequence is None else SequenceRatio(*(column[rows] for column in sequence)),
+            ref_logprobs_N=None if ref is None else ref[rows],
+            kl_weights_N=None if kl_weights is None else kl_weights[rows],
+        )
 
     return term_of
 
@@ -265,4 +289,16 @@ def _report(
         targets=batch.target_count,
         seconds=time.perf_counter() - start,
         applied=applied,
+        kl_mean=_kl_mean(results),
     )
+
+
+def _kl_mean(results: Sequence[tuple[Part, HeadResult]]) -> float:
+    """Over all targets; 0 without a reference."""
+    total = count = 0.0
+    for part, result in results:
+        if part.batch.ref_logprobs_N is not None:
+            difference = result.logprobs_N.double() - _float(part.batch.ref_logprobs_N).double()
+            total += kl_estimate("k3", difference).sum().item()
+            count += len(difference)
+    return total / count if count else 0.0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from palestra.types import Batch
+from palestra.batches import Batch
 
 _MAX_WASTE = 1.25
 """A block's padded scores may exceed its real ones by this factor."""

@@ -14,10 +14,11 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from palestra.batches import Batch
 from palestra.errors import WeightsError
 from palestra.rollouts.base import Engine
 from palestra.trainer.base import Trainer
-from palestra.types import Batch, Manifest, SamplingParams, Version
+from palestra.types import Manifest, SamplingParams, Version
 from palestra.weights.manifests import full_manifest
 
 TOLERANCES = {"fp32": (1e-3, 1e-3), "bf16": (0.06, 1.0)}
