@@ -94,6 +94,10 @@ class RowAdapters:
         """To ``y``, the weight ``key``'s product with ``x``, add what each row's adapter adds."""
         for adapter, rows_G, count in self.groups:
             delta = adapter.deltas.get(key)
-            if delta is not None:
-                added_GO = delta.up(delta.down(x_NI[rows_G]))
+            if delta is None:
+                continue
+            if count == len(x_NI):  # every row: in order, nothing to gather
+                y_NO.add_(delta.up(delta.down(x_NI)))
+            else:
+                added_GO = delta.up(delta.down(x_NI.index_select(0, rows_G)))
                 y_NO.index_add_(0, rows_G[:count], added_GO[:count])
