@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 VERBS = {
     "quickstart": "a model that visibly learns on this machine, in minutes",
     "train": "train the job of a Python file, or continue its run",
+    "serve": "a model, a run or a checkpoint behind OpenAI's API",
+    "chat": "talk to what is served",
     "runs list": "the runs in the runs folder",
     "runs show": "one run: how it stands, its curve, evaluations and checkpoints",
     "config show": "every setting's value, and where it comes from",

@@ -1,0 +1,177 @@
+"""``palestra serve``: a model, a run or a checkpoint behind OpenAI's API, on this machine.
+
+The address answers as soon as it is known to be free; ``/health`` says 503 until the
+weights are in. On another address than loopback nothing is served without a token.
+The first SIGINT or SIGTERM ends it: nothing new is accepted, what runs has a few
+seconds, and the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.codes import OK
+from palestra.cli.command import Command, UsageError, safe
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from palestra.cli.served_model import Served
+    from palestra.rollouts.native.engine import NativeEngine
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT", help="a folder, a model, or a run by name")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: one that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="another address than loopback needs a token")
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("PALESTRA_TOKEN", ""),
+        help="what clients must send (also PALESTRA_TOKEN, which no process list shows)",
+    )
+    parser.add_argument("--name", default="", help="what clients call the model")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve a LoRA adapter beside the model; may be repeated",
+    )
+    parser.add_argument(
+        "--merge-adapter", type=Path, metavar="FOLDER", help="add a LoRA adapter to the weights"
+    )
+    parser.add_argument(
+        "--chat-template",
+        default="",
+        metavar="auto|none|FILE",
+        help="how chats are written (default: as the run did, else the model's own)",
+    )
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="0: every core")
+    parser.add_argument(
+        "--max-running", type=int, default=64, metavar="N", help="completions computed at once"
+    )
+    parser.add_argument("--context-tokens", type=int, default=0, metavar="N", help="0: the model's maximum")
+    parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs are kept")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from palestra.cli.served_model import find_served
+
+    if not 0 <= args.port < 65536:
+        raise UsageError(f"--port {args.port}", expected="0 to 65535")
+    return asyncio.run(_run(args, find_served(args.model, args.runs_dir)))
+
+
+async def _run(args: argparse.Namespace, served: Served) -> int:
+    import asyncio
+    import signal
+
+    from palestra.cli.served_model import build_engine, build_renderer
+    from palestra.models.tokenizer import Tokenizer
+    from palestra.rollouts.server.app import build_app
+
+    adapters = [_adapter(given) for given in args.adapter]
+    tokenizer = Tokenizer.from_folder(served.folder)
+    renderer = build_renderer(tokenizer, args.chat_template or served.chat_template)
+    engine = build_engine(served.folder, args)
+    local, token = _access(args)
+    name = args.name or served.name
+    app = build_app(engine, tokenizer, renderer, name, token=token, local_only=local)
+    runner, port = await _listen(app, args)
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.set)
+    ended = asyncio.create_task(ending.wait())
+    started = asyncio.create_task(_start(engine, served, args.merge_adapter, adapters))
+    try:
+        await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
+        if started.done():
+            started.result()
+            _announce(f"{name} ({served.version})", args.host, port, token if token != args.token else "")
+            await ended
+    finally:
+        started.cancel()
+        await asyncio.gather(started, return_exceptions=True)
+        await runner.cleanup()
+        await engine.close()
+    return OK
+
+
+async def _start(
+    engine: NativeEngine, served: Served, merge: Path | None, adapters: list[tuple[str, Path]]
+) -> None:
+    import asyncio
+
+    from palestra.cli.served_model import load_weights
+    from palestra.models.lora import read_adapter
+    from palestra.weights.manifests import full_manifest
+
+    tensors = await asyncio.to_thread(load_weights, served.folder, merge)
+    manifest = await asyncio.to_thread(full_manifest, served.version, tensors.items())
+    await engine.start(manifest, tensors.items())
+    for name, folder in adapters:
+        config, parts = await asyncio.to_thread(read_adapter, folder)
+        await engine.load_adapter(name, config, parts.items())
+
+
+async def _listen(app: web.Application, args: argparse.Namespace) -> tuple[Any, int]:
+    from palestra.errors import PalestraError
+    from palestra.rollouts.server.app import run_app
+
+    try:
+        return await run_app(app, args.host, args.port)
+    except OSError as error:
+        raise PalestraError(
+            f"{args.host} port {args.port} cannot be listened on: {error.strerror or error}",
+            expected="an address of this machine and a free port",
+            next_command=f"palestra serve {args.model} --port 0",
+        ) from error
+
+
+def _access(args: argparse.Namespace) -> tuple[bool, str]:
+    """Whether only this machine may ask, and the token; made up where one is needed and none is given."""
+    import ipaddress
+    import secrets
+
+    try:
+        local = ipaddress.ip_address(args.host).is_loopback
+    except ValueError:
+        local = args.host == "localhost"
+    return local, args.token or ("" if local else secrets.token_urlsafe(24))
+
+
+def _adapter(given: str) -> tuple[str, Path]:
+    name, equals, folder = given.partition("=")
+    if not (name and equals and folder):
+        raise UsageError(f"--adapter {given}", expected="--adapter NAME=FOLDER")
+    return name, Path(folder)
+
+
+def _announce(what: str, host: str, port: int, made_up_token: str) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    print(f"serving {safe(what)} at {url}/v1; next: palestra chat {url}", flush=True)
+    if made_up_token:
+        print(f"token (shown once): {made_up_token}", flush=True)
+
+
+COMMANDS = {
+    "serve": Command(
+        "Serve a model, a run's latest checkpoint or any checkpoint behind OpenAI's API.",
+        _arguments,
+        _serve,
+        json=False,
+        examples=(
+            "palestra serve quickstart",
+            "palestra serve ./my-model --port 8080 --adapter maths=./maths-lora",
+            "PALESTRA_TOKEN=... palestra serve org/name --host 0.0.0.0",
+        ),
+    )
+}
