@@ -153,10 +153,13 @@ async def _answered(
     with boundary(Boundary.ENGINE, f"{request.method} {request.path}"):
         try:
             return await handler(request)
+        except PalestraError as error:
+            refused = error
         except web.HTTPException as error:
-            raise _refusal(request, error) from error
+            refused = _refusal(request, error)
         except (web.RequestPayloadError, ConnectionError) as error:
-            raise Refusal(400, f"the body could not be read: {error}") from error
+            refused = Refusal(400, f"the body could not be read: {error}")
+    raise refused
 
 
 def _refusal(request: web.Request, error: web.HTTPException) -> Refusal:

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from palestra.errors import ChatError, EngineError, ModelSourceError, PalestraError, WeightsError
 from palestra.rollouts.base import EngineDead, VersionNotReady
+from palestra.types import Boundary
 
 log = logging.getLogger("palestra.server")
 
@@ -36,6 +37,8 @@ _RETRY = (409, 429, 503)
 
 class Refusal(PalestraError):
     """A request that is answered with an error status."""
+
+    boundary = Boundary.ENGINE
 
     def __init__(self, status: int, what: str, *, param: str = "", code: str = "", **parts: str) -> None:
         super().__init__(what, **parts)

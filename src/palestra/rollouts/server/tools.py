@@ -103,14 +103,15 @@ def _call(text: str, names: Collection[str]) -> tuple[ToolCall, str]:
     """The call that ``text`` begins with, and what follows it."""
     text = text.lstrip()
     value, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text)
-    if not isinstance(value, dict) or value.get("name") not in names:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in names:
         raise ValueError("no call of a tool that was offered")
     arguments: Any = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = json.loads(arguments, parse_constant=_no_constant)
     if not isinstance(arguments, dict):
         raise ValueError("a call's arguments are an object")
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)), text[end:].lstrip()
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), text[end:].lstrip()
 
 
 def _overlap(text: str) -> int:
