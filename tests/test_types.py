@@ -290,3 +290,20 @@ def test_what_crosses_rooms_is_frozen(made: Any) -> None:
     name = dataclasses.fields(made)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, name, None)
+
+
+def test_a_task_with_an_unknown_field_lists_the_known_ones_and_where_answers_go() -> None:
+    with pytest.raises(TypeError) as caught:
+        Task(prompt="2 + 1", answer=3)  # type: ignore[call-arg]
+    said = str(caught.value)
+    assert "a Task has no 'answer'; it takes prompt, messages, data, secret, id" in said
+    assert "secret={'answer': ...}" in said
+
+
+def test_a_task_is_copied_and_replaced_as_it_is() -> None:
+    import copy
+    import dataclasses
+
+    task = Task(prompt="2 + 1", data={"level": 1}, id="sum")
+    assert copy.copy(task) == task
+    assert dataclasses.replace(task, id="other").hash == task.hash

@@ -12,8 +12,11 @@ code, a wrong answer) are data and never pass through here.
 from __future__ import annotations
 
 import difflib
+import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -45,14 +48,18 @@ class PalestraError(Exception):
         self.detail = detail
         """A remote traceback or program output: shown after the parts, kept whole in the records."""
 
-    def __str__(self) -> str:
+    def brief(self) -> str:
+        """Everything but ``detail``: what a reader needs who can ask for the rest."""
         rows = [
             ("where", self.where),
             ("expected", self.expected),
             ("nearest", self.nearest),
             ("next", self.next_command),
         ]
-        lines = [self.what, *(f"  {name}: {text}" for name, text in rows if text)]
+        return "\n".join([self.what, *(f"  {name}: {text}" for name, text in rows if text)])
+
+    def __str__(self) -> str:
+        lines = [self.brief()]
         if self.detail:
             lines.append("  detail:")
             lines.extend(f"    {line}" for line in self.detail.rstrip().splitlines())
@@ -89,11 +96,17 @@ class MissingExtraError(PalestraError):
 
 
 class TaskError(PalestraError):
+    """Wrong usage where it reaches a user: once a run goes on, an episode's failure is an abstention."""
+
     boundary = Boundary.TASK
+    exit_code = 2
 
 
 class RewardError(PalestraError):
+    """As TaskError: while a run goes on it is an abstention, before one it is wrong usage."""
+
     boundary = Boundary.REWARD
+    exit_code = 2
 
 
 class ChatError(PalestraError):
@@ -187,9 +200,30 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
+_NOT_THE_USERS = tuple(
+    f"{folder}/"
+    for folder in (Path(__file__).parent, *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
+)
+
+
+def is_users(file: str) -> bool:
+    """Whether code of that file is the user's: neither ours, nor Python's, nor an installed package's."""
+    return not file.startswith(("<frozen", *_NOT_THE_USERS))
+
+
+def users_line() -> str:
+    """``file:line`` of the innermost call in the user's code, or '' where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+
+
 def _innermost(trace: TracebackType | None) -> str:
+    """The innermost line of the user's code, or of any code where the user's is not in it."""
     frames = traceback.extract_tb(trace)
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    own = [frame for frame in frames if is_users(frame.filename)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

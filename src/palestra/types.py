@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 UNVERSIONED = -1
 """The version tag of a token that no policy sampled (prompt, tool output)."""
@@ -93,6 +93,9 @@ class Message:
             raise TypeError(f"content must be str, got {type(self.content).__name__}")
 
 
+_TASK_FIELDS = ("prompt", "messages", "data", "secret", "id")
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem. ``secret`` is for the grader: it never enters a prompt or a sandbox.
@@ -108,6 +111,17 @@ class Task:
     secret: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     id: str = ""
     _hash: str = field(default="", init=False, repr=False, compare=False)
+
+    if not TYPE_CHECKING:  # the type checker keeps the generated signature
+
+        def __new__(cls, *values: Any, **named: Any) -> Task:
+            unknown = [name for name in named if name not in _TASK_FIELDS]
+            if unknown:
+                raise TypeError(
+                    f"a Task has no {unknown[0]!r}; it takes {', '.join(_TASK_FIELDS)}. What the grader needs "
+                    f"goes into secret: secret={{{unknown[0]!r}: ...}}, read as task.secret[{unknown[0]!r}]"
+                )
+            return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not isinstance(self.prompt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -274,6 +288,10 @@ class Abstain:
     boundary: Boundary = Boundary.REWARD
     detail: str = field(default="", repr=False)
     """The full traceback or output behind the reason."""
+    where: str = ""
+    """``file:line`` to look at, where one is known; the reason ends with it."""
+    expected: str = ""
+    """What would have been a verdict, where that is known."""
 
     def __post_init__(self) -> None:
         _require(bool(self.reason.strip()), "an abstention needs a reason")

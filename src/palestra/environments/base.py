@@ -20,6 +20,12 @@ from palestra.types import Abstain, Boundary, Reward, Task
 if TYPE_CHECKING:
     from palestra.environments.episode import Episode
 
+_NEXT = "correct it there, then the same command"
+_METHODS = {
+    "tasks": "def tasks(self) -> list[palestra.Task]",
+    "episode": "async def episode(self, task, ep) -> float",
+}
+
 
 class Environment:
     """Subclass this: define ``tasks`` and ``episode``; the rest has defaults.
@@ -32,13 +38,16 @@ class Environment:
     """Lowest and highest reward there can be; anything outside abstains, never counts."""
     sandbox: SandboxSpec | None = None
     """Limits of the sandboxes its episodes open; None takes the job's."""
+    built_at: str = ""
+    """``file:line`` to name where the class is not the user's own; '' names the class's line."""
 
     def tasks(self) -> Sequence[Task]:
         """The training tasks, in an order that is the same in every process."""
         raise TaskError(
             f"{type(self).__name__} defines no tasks",
             where=where_defined(type(self)),
-            expected="def tasks(self) -> list[palestra.Task]",
+            expected=_METHODS["tasks"],
+            next_command=_NEXT,
         )
 
     def evaluation_tasks(self) -> Sequence[Task]:
@@ -54,7 +63,8 @@ class Environment:
         raise TaskError(
             f"{type(self).__name__} defines no episode",
             where=where_defined(type(self)),
-            expected="async def episode(self, task, ep) -> float",
+            expected=_METHODS["episode"],
+            next_command=_NEXT,
         )
 
 
@@ -69,13 +79,14 @@ def all_tasks(environment: Environment) -> tuple[tuple[Task, ...], tuple[Task, .
     Held-out tasks are checked too. Refused: no task at all, anything that is not
     a Task, one id or one content given twice, a task both trained on and held out.
     """
-    _check_declaration(environment)
+    check_declaration(environment)
     tasks = _listed(environment, environment.tasks, "tasks()")
     if not tasks:
         raise TaskError(
             f"{type(environment).__name__}.tasks() is empty: there is nothing to train on",
-            where=where_defined(type(environment)),
+            where=_place(environment),
             expected="at least one palestra.Task",
+            next_command=_NEXT,
         )
     _refuse_duplicates(environment, tasks, "tasks()")
     held_out = _listed(environment, environment.evaluation_tasks, "evaluation_tasks()")
@@ -86,8 +97,9 @@ def all_tasks(environment: Environment) -> tuple[tuple[Task, ...], tuple[Task, .
             raise TaskError(
                 f"evaluation_tasks()[{index}] (task {task.id}) is also tasks()[{trained[task.hash]}]: "
                 "an evaluation on a trained task says nothing",
-                where=where_defined(type(environment)),
+                where=_place(environment),
                 expected="held-out tasks that are not training tasks",
+                next_command=_NEXT,
             )
     return tasks, held_out
 
@@ -105,19 +117,30 @@ def where_defined(kind: object) -> str:
         return ""
 
 
-def _check_declaration(environment: Environment) -> None:
-    name, where = type(environment).__name__, where_defined(type(environment))
+def _place(environment: Environment, part: object = None) -> str:
+    """Where the user can look: the line of ``part`` or of the class, or where an object of ours was built."""
+    return environment.built_at or where_defined(part) or where_defined(type(environment))
+
+
+def check_declaration(environment: Environment) -> None:
+    """TaskError where the class lacks a method, or declares what cannot be; asks for no task."""
+    name, where = type(environment).__name__, _place(environment)
+    for part, signature in _METHODS.items():
+        if getattr(getattr(environment, part), "__func__", None) is getattr(Environment, part):
+            raise TaskError(f"{name} defines no {part}", where=where, expected=signature, next_command=_NEXT)
     if not _is_range(environment.reward_range):
         raise TaskError(
             f"{name}.reward_range is {environment.reward_range!r}",
             where=where,
             expected="two finite numbers, the lowest reward and a higher one, such as (0.0, 1.0)",
+            next_command=_NEXT,
         )
     if not _is_spec(environment.sandbox):
         raise TaskError(
             f"{name}.sandbox is a {type(environment.sandbox).__name__}: {environment.sandbox!r}",
             where=where,
             expected="palestra.SandboxSpec(...) or None",
+            next_command=_NEXT,
         )
     episode: object = environment.episode
     if not inspect.iscoroutinefunction(episode):
@@ -125,6 +148,7 @@ def _check_declaration(environment: Environment) -> None:
             f"{name}.episode is not a coroutine function",
             where=where_defined(episode) or where,
             expected="async def episode(self, task, ep): ep.say has to be awaited",
+            next_command=_NEXT,
         )
 
 
@@ -142,16 +166,18 @@ def _is_spec(value: object) -> bool:
 
 def _listed(environment: Environment, give: Callable[[], object], label: str) -> tuple[Task, ...]:
     """What ``give`` lists, every entry known to be a Task."""
-    name, where = f"{type(environment).__name__}.{label}", where_defined(give)
+    name, where = f"{type(environment).__name__}.{label}", _place(environment, give)
     expected = "a list of palestra.Task"
     with boundary(Boundary.TASK, name):
         given: object = give()
         if inspect.iscoroutine(given):
             given.close()
-            raise TaskError(f"{name} is async", where=where, expected="a plain def that returns the list")
+            plain = "a plain def that returns the list"
+            raise TaskError(f"{name} is async", where=where, expected=plain, next_command=_NEXT)
         if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
             kind = "None" if given is None else f"a {type(cast('object', given)).__name__}"
-            raise TaskError(f"{name} returned {kind}, not a list", where=where, expected=expected)
+            what = f"{name} returned {kind}, not a list"
+            raise TaskError(what, where=where, expected=expected, next_command=_NEXT)
         # A generator runs here, so that what it raises gets the boundary too.
         entries = tuple(cast("Iterable[object]", given))
     tasks = tuple(entry for entry in entries if isinstance(entry, Task))
@@ -162,12 +188,13 @@ def _listed(environment: Environment, give: Callable[[], object], label: str) ->
             f"{name}[{index}] is a {type(entry).__name__}, not a Task: {shown}",
             where=where,
             expected=expected + "; a prompt alone becomes one with palestra.Task(prompt=...)",
+            next_command=_NEXT,
         )
     return tasks
 
 
 def _refuse_duplicates(environment: Environment, tasks: Sequence[Task], label: str) -> None:
-    where = where_defined(type(environment))
+    where = _place(environment)
     by_id: dict[str, int] = {}
     by_hash: dict[str, int] = {}
     for index, task in enumerate(tasks):
@@ -178,6 +205,7 @@ def _refuse_duplicates(environment: Environment, tasks: Sequence[Task], label: s
                 "agree): it would be drawn twice an epoch, and its groups could not be told apart",
                 where=where,
                 expected="each task once; what differs may be put into Task.data",
+                next_command=_NEXT,
             )
         first = by_id.setdefault(task.id, index)
         if first != index:
@@ -185,4 +213,5 @@ def _refuse_duplicates(environment: Environment, tasks: Sequence[Task], label: s
                 f"{label}[{first}] and {label}[{index}] both have the id {task.id!r}",
                 where=where,
                 expected="a different id for each task, or none: it then follows from the content",
+                next_command=_NEXT,
             )

@@ -39,7 +39,8 @@ def verdict_of(value: object, reward_range: tuple[float, float], source: object)
     reward = value if isinstance(value, Reward) else Reward(_number(value, reward_range, source))
     low, high = reward_range
     if not low <= reward.value <= high:
-        raise _refusal(f"{reward.value:g}, outside the declared range", reward_range, source)
+        text = f"{reward.value:g}, outside the declared range {low:g} to {high:g}"
+        raise _refusal(text, reward_range, source)
     return reward
 
 

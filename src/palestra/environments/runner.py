@@ -142,7 +142,8 @@ async def _outcome_of(
 def _abstention(error: BaseException) -> Abstain:
     if isinstance(error, PalestraError):
         reason = f"{error.what} ({error.where})" if error.where else error.what
-        return Abstain(reason, error.boundary or Boundary.TASK, detail=traceback_of(error))
+        room = error.boundary or Boundary.TASK
+        return Abstain(reason, room, traceback_of(error), where=error.where, expected=error.expected)
     return Abstain(f"{type(error).__name__}: {error}", Boundary.TASK, detail=traceback_of(error))
 
 

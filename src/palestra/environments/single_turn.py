@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from palestra.environments.base import Environment
 from palestra.environments.episode import Episode, is_async
 from palestra.environments.rewards import name_of, place_of, verdict_of
-from palestra.errors import RewardError
+from palestra.errors import RewardError, users_line
 from palestra.sandboxes.base import SandboxSpec
 from palestra.types import Abstain, Reward, Task
 
 Tasks = Sequence[Task] | Callable[[], Sequence[Task]]
+_NEXT = "correct it there, then the same command"
 _EXPECTED = "def reward(task, reply), async def reward(task, reply), or async def reward(task, reply, ep)"
 
 
@@ -38,6 +39,7 @@ class SingleTurn(Environment):
         reward_range: tuple[float, float] = (0.0, 1.0),
         sandbox: SandboxSpec | None = None,
     ) -> None:
+        self.built_at = users_line()
         self._takes_episode = _takes_episode(reward)
         self._tasks = tasks
         self._evaluation_tasks = evaluation_tasks
@@ -60,7 +62,12 @@ class SingleTurn(Environment):
 def _takes_episode(reward: Callable[..., object]) -> bool:
     """Whether the reward wants the episode as its third argument; RewardError if it cannot be called."""
     if not callable(reward):  # pyright: ignore[reportUnnecessaryComparison]
-        raise RewardError(f"the reward is a {type(reward).__name__}, not a function", expected=_EXPECTED)
+        raise RewardError(
+            f"the reward is a {type(reward).__name__}, not a function",
+            where=users_line(),
+            expected=_EXPECTED,
+            next_command=_NEXT,
+        )
     name, place = name_of(reward), place_of(reward)
     try:
         signature = inspect.signature(reward)
@@ -68,13 +75,15 @@ def _takes_episode(reward: Callable[..., object]) -> bool:
         return False
     wants = not _accepts(signature, 2) or _third_is_episode(signature)
     if wants and not _accepts(signature, 3):
-        raise RewardError(f"{name}{signature} cannot be called as a reward", where=place, expected=_EXPECTED)
+        what = f"{name}{signature} cannot be called as a reward"
+        raise RewardError(what, where=place, expected=_EXPECTED, next_command=_NEXT)
     if wants and not is_async(reward):
         raise RewardError(
             f"{name}{signature} takes the episode but is not async: plain functions run in another process, "
             "which the episode cannot enter",
             where=place,
             expected=_EXPECTED,
+            next_command=_NEXT,
         )
     return wants
 
