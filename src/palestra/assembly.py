@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from palestra.algorithms.distill import require_one_vocabulary
+from palestra.algorithms.recipe import Logprobs, Recipe
 from palestra.errors import ChatError, ConfigError, MissingExtraError
 from palestra.job import Job
 from palestra.loop.controller import Pillars
@@ -60,8 +62,6 @@ class Assembly:
         self._stack = stack
 
     def pillars(self, writer: RunWriter) -> Pillars:
-        from palestra.algorithms.advantages import group_advantages
-        from palestra.algorithms.packing import pack
         from palestra.environments.chat import Chat
         from palestra.environments.runner import run_episode
         from palestra.environments.worker import RewardWorkers
@@ -91,7 +91,8 @@ class Assembly:
         self._stack.push_async_callback(engine.close)
         workers = RewardWorkers()
         self._stack.push_async_callback(workers.close)
-        algorithm, deadlines = job.algorithm, job.deadlines
+        deadlines = job.deadlines
+        recipe = recipe_of(job)
 
         async def episode(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
             return await run_episode(
@@ -109,18 +110,29 @@ class Assembly:
                 context_tokens=context,
             )
 
-        def advantages(rewards: Sequence[float]) -> list[float]:
-            return group_advantages(
-                rewards, normalize_std=algorithm.normalize_std, epsilon=algorithm.std_epsilon
-            )
-
         def describe(trajectory: Trajectory) -> tuple[str, str]:
             prompt = [t for turn in trajectory.turns[:1] for t in turn.token_ids]
             rest = [t for turn in trajectory.turns[1:] for t in turn.token_ids]
             return tokenizer.decode(prompt), tokenizer.decode(rest)
 
         sync = WeightSync(trainer, engine, self._probe(chat), start.dtypes["engine"])
-        return Pillars(engine, trainer, sync, episode, advantages, pack, describe, writer)
+        reference = self._reference(tokenizer) if recipe.needs_reference else None
+        return Pillars(engine, trainer, sync, episode, recipe, describe, writer, reference)
+
+    def _reference(self, tokenizer: Any) -> Logprobs:
+        """A second trainer that is never stepped: the starting model, or the one the job names."""
+        from palestra.models.sources import resolve_model
+        from palestra.models.tokenizer import Tokenizer
+        from palestra.trainer.torch_trainer import TorchTrainer
+
+        named, folder = self._job.algorithm.reference, self._start.model.folder
+        if named:
+            folder = resolve_model(named).folder
+            other = Tokenizer.from_folder(folder)
+            require_one_vocabulary(_vocabulary(tokenizer), _vocabulary(other), named)
+        frozen = TorchTrainer(folder, _trainer_settings(self._job, self._start))
+        self._stack.callback(frozen.close)
+        return frozen.logprobs
 
     def _sandbox_host(self) -> Any:
         from palestra.sandboxes.bubblewrap import BubblewrapHost
@@ -137,11 +149,45 @@ class Assembly:
         return tuple(ids[-32:]) if len(ids) >= 2 else tuple(ids) * 2
 
 
+def recipe_of(job: Job) -> Recipe:
+    """The job's algorithm, looked up; ConfigError where it does not fit the environment's rewards."""
+    settings = job.algorithm.model_dump(exclude={"group_size", "reference"})
+    recipe = Recipe.named(**settings)
+    least, low = recipe.rule.least_reward, job.environment.reward_range[0]
+    if least is not None and low < least:
+        raise ConfigError(
+            [
+                f"algorithm.advantage {job.algorithm.advantage} takes rewards >= {least:g}, and the "
+                f"environment's reward_range begins at {low:g}; nearest: advantage grpo, or rewards "
+                "that are never negative"
+            ]
+        )
+    return recipe
+
+
+def _vocabulary(tokenizer: Any) -> list[bytes]:
+    return [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+
+
 def _context(job: Job, folder: Path) -> int:
     from palestra.models.config import ModelConfig
 
     model = ModelConfig.from_folder(folder).max_positions
-    return min(job.engine.context_tokens or model, model)
+    asked, new = job.engine.context_tokens, job.sampling.max_new_tokens
+    context = asked or model
+    half = max(1, context // 2)
+    if asked > model:
+        problem = f"engine.context_tokens ({asked}) is above the {model} tokens that the model can hold"
+        raise ConfigError(
+            [f"{problem}; nearest: {model}"], next_command=f"--set engine.context_tokens={model}"
+        )
+    if new >= context:
+        whose = "engine.context_tokens" if asked else "the model's limit"
+        problem = f"sampling.max_new_tokens ({new}) leaves no room for a prompt in {context} tokens ({whose})"
+        raise ConfigError(
+            [f"{problem}; nearest: {half}"], next_command=f"--set sampling.max_new_tokens={half}"
+        )
+    return context
 
 
 def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: int = 2000) -> None:

@@ -117,9 +117,10 @@ class Task:
         def __new__(cls, *values: Any, **named: Any) -> Task:
             unknown = [name for name in named if name not in _TASK_FIELDS]
             if unknown:
+                name = repr(unknown[0])
                 raise TypeError(
-                    f"a Task has no {unknown[0]!r}; it takes {', '.join(_TASK_FIELDS)}. What the grader needs "
-                    f"goes into secret: secret={{{unknown[0]!r}: ...}}, read as task.secret[{unknown[0]!r}]"
+                    f"a Task has no {name}; it takes {', '.join(_TASK_FIELDS)}. What the grader needs goes "
+                    f"into secret: secret={{{name}: ...}}, read as task.secret[{name}]"
                 )
             return object.__new__(cls)
 

@@ -35,6 +35,14 @@ def attempt(step: int) -> dict[str, Any]:
     return {"kind": "attempt", "step": step}
 
 
+def test_a_ledger_that_says_nothing_proves_nothing() -> None:
+    """NeMo-RL PR#3480 (case 28): a resumed run executed zero steps and reported success."""
+    assert not Ledger(PER_STEP).audit().ok
+    assert not Ledger(PER_STEP).replay([attempt(0)]).audit().ok
+    begun = Ledger(PER_STEP).replay([attempt(0), step_entries(1)[0]]).audit()
+    assert not begun.ok, "drawn, and never updated"
+
+
 def test_an_undisturbed_run_audits_clean() -> None:
     entries = [attempt(0), *step_entries(1), *step_entries(2), {"kind": "checkpoint", "step": 2}]
     audit = Ledger(PER_STEP).replay(entries).audit()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.trajectories import TASK, group, trajectory
-from palestra.loop.verdict import Signal, judge, step_metrics
-from palestra.types import Group, StopReason
+from palestra.loop.verdict import Signal, judge, nothing_rewarded, step_metrics
+from palestra.types import Abstain, Boundary, Group, StopReason
 
 
 def centred(rewards: Sequence[float]) -> list[float]:
@@ -50,7 +50,7 @@ def test_a_step_without_any_difference_is_zero_variance_and_says_which_rewards()
 def test_a_step_of_failures_names_the_boundary_and_the_commonest_reason() -> None:
     verdict = judge([group("a", [None, None]), group("b", [None, 1.0])], centred)
     assert verdict.signal is Signal.ABSTAINED
-    assert "3 episodes abstained" in verdict.reason
+    assert "3 episodes abstained, 3 of them at the" in verdict.reason
     assert "engine" in verdict.reason
     assert "the engine broke" in verdict.reason
 
@@ -86,3 +86,26 @@ def test_truncation_counts_completions_cut_by_length_or_context() -> None:
     )
     groups = [Group("g", TASK.hash, members)]
     assert step_metrics(groups, judge(groups, centred))["completion/truncated_fraction"] == pytest.approx(0.5)
+
+
+def test_one_abstention_is_said_in_the_singular() -> None:
+    assert judge([group("a", [None])], centred).reason.startswith(
+        "1 episode abstained, at the engine boundary"
+    )
+
+
+def test_a_run_without_any_reward_ends_with_the_commonest_cause_and_the_users_line() -> None:
+    late = Abstain("too late", Boundary.REWARD)
+    wrong = Abstain(
+        "reward returned 7, outside the declared range 0 to 1 (job.py:12)", Boundary.REWARD, "Traceback ...",
+        where="job.py:12", expected="a finite number from 0 to 1",
+    )  # fmt: skip
+    error = nothing_rewarded("the first step", "a reward", [late, wrong, wrong])
+    assert error.brief().splitlines()[:3] == [
+        "no episode of the first step got a reward: reward returned 7, outside the declared range 0 to 1",
+        "  where: job.py:12",
+        "  expected: a finite number from 0 to 1",
+    ]
+    assert error.detail == "Traceback ..."
+    unplaced = nothing_rewarded("the first step", "a reward", [late])
+    assert (unplaced.where, unplaced.expected) == ("the reward boundary", "a reward")

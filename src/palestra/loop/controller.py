@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.batches import Batch, LossSpec
-from palestra.errors import RunStopped, TrainerError, WeightsError
+from palestra.algorithms.recipe import Logprobs, Recipe, Weighing
+from palestra.batches import Batch
+from palestra.errors import RunStopped, TrainerError, WeightsError, boundary
 from palestra.job import Job
 from palestra.loop import checkpoints
 from palestra.loop.draws import draws_of_step
@@ -28,7 +28,7 @@ from palestra.loop.evaluate import EvalResult, When, evaluate
 from palestra.loop.ledger import EntryKind, Ledger
 from palestra.loop.sampling import EpisodeRunner, sample_groups
 from palestra.loop.schedule import learning_rate
-from palestra.loop.verdict import Signal, Verdict, judge, step_metrics
+from palestra.loop.verdict import Signal, Verdict, judge, nothing_rewarded, step_metrics
 from palestra.records.writer import RunWriter
 from palestra.rollouts.base import Engine
 from palestra.trainer.base import StepReport, Trainer
@@ -37,7 +37,6 @@ from palestra.types import UNVERSIONED, Group, SamplingParams, Task, Trajectory,
 if TYPE_CHECKING:
     from palestra.weights.sync import SyncReport, WeightSync
 
-Pack = Callable[[Sequence[Group], dict[str, float], SamplingParams], Batch | None]
 Describe = Callable[[Trajectory], tuple[str, str]]
 """Prompt text and reply text of a trajectory, for the records."""
 
@@ -50,10 +49,11 @@ class Pillars:
     trainer: Trainer
     sync: WeightSync
     episode: EpisodeRunner
-    advantages: Callable[[Sequence[float]], list[float]]
-    pack: Pack
+    recipe: Recipe
     describe: Describe
     writer: RunWriter
+    reference: Logprobs | None = None
+    """The frozen model, where the recipe asks one."""
 
 
 class Controller:
@@ -94,7 +94,6 @@ class Controller:
             stop=tuple(job.sampling.stop),
         )
         self._most_at_once = 2 * job.engine.max_running
-        self._loss = LossSpec("policy", job.algorithm.clip_low, job.algorithm.clip_high)
 
     @property
     def step(self) -> int:
@@ -160,12 +159,14 @@ class Controller:
     async def _one_step(self, step: int) -> None:
         started = time.perf_counter()
         groups, rollout_metrics = await self._generate(step)
-        verdict = judge(groups, self._p.advantages)
+        with boundary(Boundary.TRAINER, "computing advantages"):
+            weighing = self._p.recipe.weigh(groups, self._sampling)
+        verdict = judge(groups, weighing.advantages)
         self._record_rollouts(step, groups, verdict)
         self._entry(EntryKind.GROUPS, step, groups=[_summary(g) for g in groups])
-        metrics = {**rollout_metrics, **step_metrics(groups, verdict)}
+        metrics = {**rollout_metrics, **step_metrics(groups, verdict), **weighing.metrics}
         self._report_abstentions(step, verdict)
-        metrics |= await self._train(step, groups, verdict)
+        metrics |= await self._train(step, groups, verdict, weighing)
         self._step = step
         if verdict.signal is not Signal.ABSTAINED:
             self._kept_step = step
@@ -207,7 +208,9 @@ class Controller:
             "engine/generated_tokens": float(after.generated_tokens - before.generated_tokens),
         }
 
-    async def _train(self, step: int, groups: Sequence[Group], verdict: Verdict) -> dict[str, float]:
+    async def _train(
+        self, step: int, groups: Sequence[Group], verdict: Verdict, weighing: Weighing
+    ) -> dict[str, float]:
         """Update and sync if the step can teach; the ledger's update entry says what happened."""
         if verdict.signal is not Signal.USEFUL:
             self._starved += 1
@@ -217,13 +220,14 @@ class Controller:
             )
             return {"time/train_s": 0.0, "time/sync_s": 0.0}
         self._require_on_policy(step, groups)
-        batch = self._p.pack(groups, verdict.advantages, self._sampling)
+        with boundary(Boundary.TRAINER, "packing the batch"):
+            batch = self._p.recipe.pack(groups, weighing, self._sampling)
         if batch is None:
             raise TrainerError(f"step {step} has advantages but no trainable token")
         self._state("training", f"step {step}: {batch.target_count} tokens")
         rate = self._rate(step)
         with self._p.writer.span("train", step=step, version=self.version.number):
-            report = await asyncio.to_thread(self._update, batch, rate)
+            report, prepared_metrics = await asyncio.to_thread(self._update, batch, rate)
         self._starved = 0
         why = "" if report.applied else "loss or gradient was not finite"
         self._entry(
@@ -234,7 +238,9 @@ class Controller:
             why=why,
             loss=report.loss,
         )
-        metrics = _train_metrics(report)
+        metrics = {**_train_metrics(report), **prepared_metrics}
+        if self._p.reference is not None:
+            metrics["train/kl_reference"] = report.kl_mean
         if not report.applied:
             self._skipped += 1
             self._p.writer.event("notice", step=step, text=f"step {step}: {why}; the update was skipped")
@@ -257,16 +263,16 @@ class Controller:
                 next_command="run the same command again: it continues from the last checkpoint",
             )
 
-    def _update(self, batch: Batch, rate: float) -> StepReport:
+    def _update(self, batch: Batch, rate: float) -> tuple[StepReport, dict[str, float]]:
         """All updates from one batch; from the second on, the ratio is to the policy before the first."""
-        updates = self._job.algorithm.updates_per_step
-        if updates > 1:
-            batch = replace(batch, old_logprobs_N=array("f", self._p.trainer.logprobs(batch)))
-        report = self._p.trainer.step(batch, self._loss, rate)
-        for _ in range(updates - 1):
+        recipe, trainer = self._p.recipe, self._p.trainer
+        with boundary(Boundary.TRAINER, "preparing the batch"):
+            batch, metrics = recipe.prepare(batch, trainer.logprobs, self._p.reference)
+        report = trainer.step(batch, recipe.loss, rate)
+        for _ in range(recipe.updates - 1):
             if report.applied:
-                report = self._p.trainer.step(batch, self._loss, rate)
-        return report
+                report = trainer.step(batch, recipe.loss, rate)
+        return report, metrics
 
     def _rate(self, step: int) -> float:
         optimizer = self._job.optimizer
@@ -283,14 +289,8 @@ class Controller:
         limits = self._job.limits
         self._ever_rewarded |= bool(verdict.advantages)
         if not self._ever_rewarded and verdict.abstentions:
-            first = verdict.abstentions[0]
-            raise RunStopped(
-                f"no episode of the first step got a reward: {verdict.reason}",
-                where=f"the {first.boundary} boundary",
-                expected="a reward from at least one episode",
-                next_command="mend it and run the same command",
-                detail=first.detail,
-            )
+            expected = "a reward from at least one episode"
+            raise nothing_rewarded("the first step", expected, verdict.abstentions)
         if self._starved >= limits.max_starved_steps:
             raise RunStopped(
                 f"{self._starved} steps in a row taught nothing: {verdict.reason}",
@@ -332,14 +332,8 @@ class Controller:
         if result.scored:
             self._record_evaluation(result)
             return
-        first = result.first_abstention
-        raise RunStopped(
-            f"no episode of the evaluation {when} training got a reward: {first.reason}",
-            where=f"the {first.boundary} boundary",
-            expected="a reward from at least one held-out task",
-            next_command="mend it and run the same command",
-            detail=first.detail,
-        )
+        expected = "a reward from at least one held-out task"
+        raise nothing_rewarded(f"the evaluation {when} training", expected, [result.first_abstention])
 
     @property
     def reward_range(self) -> tuple[float, float]:

@@ -31,7 +31,7 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the ledger proves. ``ok`` is the claim: nothing skipped, nothing repeated."""
+    """What the ledger proves. ``ok`` is the claim: nothing skipped, nothing repeated, and something done."""
 
     steps: int
     draws: int
@@ -46,7 +46,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        return not (self.skipped or self.repeated or self.changed or self.doubled_updates)
+        return self.steps > 0 and not (self.skipped or self.repeated or self.changed or self.doubled_updates)
 
 
 @dataclass

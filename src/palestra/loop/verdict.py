@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from palestra.types import Abstain, Group, StopReason, Trajectory
-
-Advantages = Callable[[Sequence[float]], list[float]]
+from palestra.algorithms.registry import Advantage
+from palestra.algorithms.shaping import is_truncated, says_nothing
+from palestra.errors import RunStopped
+from palestra.types import Abstain, Group, Trajectory
 
 
 class Signal(StrEnum):
@@ -35,7 +36,7 @@ class Verdict:
     signal: Signal
     reason: str
     advantages: dict[str, float]
-    """By trajectory id, for every rewarded trajectory."""
+    """By trajectory id, for every rewarded trajectory; the mean where each token has its own."""
     zero_variance_groups: int
     abstentions: tuple[Abstain, ...]
     tokens_trained: int
@@ -47,26 +48,36 @@ class Verdict:
         return self.tokens_trained + self.tokens_zero_advantage + self.tokens_abstained
 
 
-def judge(groups: Sequence[Group], advantages_of: Advantages) -> Verdict:
-    """Advantages of every rewarded trajectory, the bins of every token, and the step's signal."""
-    advantages: dict[str, float] = {}
-    zero_variance = comparable = 0
-    for group in groups:
-        values = advantages_of(group.rewards)
-        advantages |= {t.id: a for t, a in zip(group.rewarded, values, strict=True)}
-        comparable += len(values) > 1
-        zero_variance += len(values) > 1 and not any(values)
+def nothing_rewarded(doing: str, expected: str, abstentions: Sequence[Abstain]) -> RunStopped:
+    """The end of a run whose first episodes all abstained: the commonest reason, with the user's own line."""
+    counts = Counter((a.boundary, a.reason) for a in abstentions)
+    commonest = counts.most_common(1)[0][0]
+    first = next(a for a in abstentions if (a.boundary, a.reason) == commonest)
+    where = first.where or f"the {first.boundary} boundary"
+    return RunStopped(
+        f"no episode of {doing} got a reward: {first.reason.removesuffix(f' ({first.where})')}",
+        where=where,
+        expected=first.expected or expected,
+        next_command="mend it and run the same command",
+        detail=first.detail,
+    )
+
+
+def judge(groups: Sequence[Group], advantages: Mapping[str, Advantage]) -> Verdict:
+    """The bins of every token and the step's signal, from the advantage of every rewarded trajectory."""
+    comparable = [group for group in groups if len(group.rewards) > 1]
     everyone = [t for group in groups for t in group.trajectories]
     abstentions = tuple(t.outcome for t in everyone if isinstance(t.outcome, Abstain))
+    trains = {name for name, advantage in advantages.items() if _any(advantage)}
     bins = Counter[str]()
     for trajectory in everyone:
-        bins[_bin(trajectory, advantages)] += trajectory.sampled_count
-    signal = _signal(any(advantages.values()), comparable, abstentions)
+        bins[_bin(trajectory, advantages, trains)] += trajectory.sampled_count
+    signal = _signal(bool(trains), len(comparable), abstentions)
     return Verdict(
         signal=signal,
         reason=_reason(signal, groups, abstentions),
-        advantages=advantages,
-        zero_variance_groups=zero_variance,
+        advantages={name: _mean(advantage) for name, advantage in advantages.items()},
+        zero_variance_groups=sum(map(says_nothing, comparable)),
         abstentions=abstentions,
         tokens_trained=bins["trained"],
         tokens_zero_advantage=bins["zero_advantage"],
@@ -74,10 +85,18 @@ def judge(groups: Sequence[Group], advantages_of: Advantages) -> Verdict:
     )
 
 
-def _bin(trajectory: Trajectory, advantages: dict[str, float]) -> str:
+def _any(advantage: Advantage) -> bool:
+    return bool(advantage) if isinstance(advantage, (int, float)) else any(advantage)
+
+
+def _mean(advantage: Advantage) -> float:
+    return float(advantage) if isinstance(advantage, (int, float)) else statistics.fmean(advantage)
+
+
+def _bin(trajectory: Trajectory, advantages: Mapping[str, Advantage], trains: set[str]) -> str:
     if trajectory.id not in advantages:
         return "abstained"
-    return "trained" if advantages[trajectory.id] else "zero_advantage"
+    return "trained" if trajectory.id in trains else "zero_advantage"
 
 
 def _signal(useful: bool, comparable: int, abstentions: Sequence[Abstain]) -> Signal:
@@ -93,7 +112,9 @@ def _reason(signal: Signal, groups: Sequence[Group], abstentions: Sequence[Absta
         return ""
     if signal is Signal.ABSTAINED:
         (boundary, reason), count = Counter((a.boundary, a.reason) for a in abstentions).most_common(1)[0]
-        return f"{len(abstentions)} episodes abstained; {count} times at the {boundary} boundary: {reason}"
+        total = len(abstentions)
+        head = f"{total} episodes abstained, {count} of them" if total > 1 else "1 episode abstained,"
+        return f"{head} at the {boundary} boundary: {reason}"
     if signal is Signal.SINGLETONS:
         return "no group has two members to compare"
     levels = sorted({round(reward, 6) for group in groups for reward in group.rewards})
@@ -106,7 +127,7 @@ def step_metrics(groups: Sequence[Group], verdict: Verdict) -> dict[str, float]:
     everyone = [t for group in groups for t in group.trajectories]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [t.sampled_count for t in everyone if t.sampled_count]
-    cut = sum(t.stop_reason in (StopReason.LENGTH, StopReason.CONTEXT) for t in everyone)
+    cut = sum(map(is_truncated, everyone))
     metrics = {
         "groups/total": float(len(groups)),
         "groups/zero_variance": float(verdict.zero_variance_groups),
