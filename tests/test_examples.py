@@ -66,5 +66,23 @@ def test_an_example_runs_as_the_readme_says(name: str, how: str, model: Path, tm
     assert all(r["abstain"] is None for r in rollouts), [r["abstain"] for r in rollouts]
 
 
+def test_a_checkpoint_is_served_and_chatted_with_as_the_example_says(model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "serve_and_chat.py"), str(model)],
+        capture_output=True, text=True, cwd=tmp_path, timeout=110, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n--\n") == 2
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("tokens [")
+    assert " by [version, from, to] [[0, 0, " in last
+    wrong = subprocess.run(
+        [sys.executable, str(EXAMPLES / "serve_and_chat.py"), "nothing"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=110, check=False,
+    )  # fmt: skip
+    assert wrong.returncode == 2
+    assert "there is no run and no model 'nothing'" in wrong.stderr
+
+
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALL)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SMALL, "serve_and_chat.py"}

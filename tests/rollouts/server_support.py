@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,12 @@ from typing import Any
 
 import aiohttp
 from openai import AsyncOpenAI
+from safetensors.torch import save_file
+from torch import Tensor
 
 from helpers.fake_engine import FakeEngine
+from helpers.templates import make_tokenizer
+from helpers.tiny_lora import make_lora
 from palestra.cli.served_model import build_renderer
 from palestra.models.tokenizer import Tokenizer
 from palestra.rollouts.base import Engine, EngineStats, GenerateRequest, OnToken
@@ -148,7 +152,14 @@ async def raw_request(port: int, path: str, body: Any) -> tuple[asyncio.StreamRe
     return reader, writer
 
 
-def tools_tokenizer(folder: Path) -> Tokenizer:
-    from helpers.templates import make_tokenizer
+def save_adapter(folder: Path, model: Mapping[str, Tensor]) -> Path:
+    """A random LoRA adapter of ``model`` as PEFT saves it."""
+    config, tensors = make_lora(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
 
+
+def tools_tokenizer(folder: Path) -> Tokenizer:
     return make_tokenizer(folder, TOOLS)

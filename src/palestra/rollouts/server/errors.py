@@ -18,7 +18,7 @@ from palestra.errors import ChatError, EngineError, ModelSourceError, PalestraEr
 from palestra.rollouts.base import EngineDead, VersionNotReady
 from palestra.types import Boundary
 
-log = logging.getLogger("palestra.server")
+log = logging.getLogger("palestra.rollouts.server")
 
 _TYPES = {
     400: "invalid_request_error",

@@ -178,7 +178,8 @@ def bias_of(given: dict[str, float] | None) -> dict[int, float]:
 
 
 def _refusal(model: type[Body], value: dict[str, Any], error: ValidationError) -> Refusal:
-    first = min(error.errors(include_url=False, include_input=False), key=lambda e: _rank(e["type"]))
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    first = min(found, key=lambda e: (_rank(e["type"]), -len(_field([str(p) for p in e["loc"]], value))))
     path = [str(part) for part in first["loc"]]
     fields = sorted(model.model_fields)
     if first["type"] == "extra_forbidden" and len(path) == 1:
@@ -193,7 +194,7 @@ def _refusal(model: type[Body], value: dict[str, Any], error: ValidationError) -
     if first["type"] == "missing":
         return Refusal(400, f"{'.'.join(path)} is missing", param=path[0], code="missing_required_parameter")
     field = _field(path, value)
-    return Refusal(400, f"{field} is not accepted: {first['msg']}", param=field, expected=_expected(first))
+    return Refusal(400, f"{field} is not accepted: {first['msg']}", param=field)
 
 
 def _rank(kind: str) -> int:
@@ -213,11 +214,6 @@ def _field(path: list[str], value: Any) -> str:
             continue
         kept.append(part)
     return ".".join(kept)[:200]
-
-
-def _expected(error: Any) -> str:
-    limits = error.get("ctx") or {}
-    return ", ".join(f"{name} {bound}" for name, bound in limits.items() if name != "error")
 
 
 def _half_character(value: Any, path: str = "") -> str:
