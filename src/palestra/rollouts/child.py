@@ -3,13 +3,14 @@
 Nothing of it outlives this process: a shell at the head of the group holds the other
 end of a pipe and kills the whole group when the pipe closes, when the server ends, or
 when it does not end on request. What the server prints goes to one file, and whoever
-asks why it is gone is shown that file's end.
+asks why it is gone is shown that file's errors and its end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,26 +29,35 @@ echo "the server ended with exit status $?" >&2
 kill -KILL 0
 """
 """A line on standard input asks the server to end; the end of the input ends everything at once."""
-_SHOWN_LINES = 25
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b: .*")
+_SHOWN_ERRORS, _SHOWN_LINES = 6, 12
 
 
 class ChildServer:
     """A running server. Made by ``launch``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, leash: int, log: Path) -> None:
         self._process = process
+        self._leash: int | None = leash
         self.log = log
 
     @classmethod
     async def launch(cls, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ChildServer:
         """Start ``command`` with ``environment`` on top of this process's own."""
-        with open(log, "ab") as output:  # noqa: ASYNC230 - a local file, opened once
-            process = await asyncio.create_subprocess_exec(
-                "sh", "-c", _GUARD, "sh", *command,
-                stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
-                env={**os.environ, **environment}, start_new_session=True,
-            )  # fmt: skip
-        return cls(process, log)
+        held, leash = os.pipe()
+        try:
+            with open(log, "ab") as output:  # noqa: ASYNC230 - a local file, opened once
+                process = await asyncio.create_subprocess_exec(
+                    "sh", "-c", _GUARD, "sh", *command,
+                    stdin=held, stdout=output, stderr=output,
+                    env={**os.environ, **environment}, start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            os.close(leash)
+            raise
+        finally:
+            os.close(held)
+        return cls(process, leash, log)
 
     @property
     def group(self) -> int:
@@ -62,20 +72,19 @@ class ChildServer:
 
     async def stop(self, *, at_once: bool = False) -> None:
         """End the server, if need be by force; returns when it is gone."""
-        pipe = self._process.stdin
-        if pipe is not None and not pipe.is_closing():
-            with suppress(ConnectionError):
-                if not at_once:
-                    pipe.write(b"\n")
-                    await pipe.drain()
-            if at_once:
-                pipe.close()
+        if self._leash is not None and not at_once:
+            with suppress(BrokenPipeError):
+                os.write(self._leash, b"\n")
+        if self._leash is not None and at_once:
+            os.close(self._leash)
+            self._leash = None
         await self.ended()
-        if pipe is not None:
-            pipe.close()
+        if self._leash is not None:
+            os.close(self._leash)
+            self._leash = None
 
     def epitaph(self, what: str, next_command: str = "") -> EngineDead:
-        """The error that says ``what`` and shows the last lines the server printed (case 9)."""
+        """The error that says ``what`` and shows what the server printed about it (case 9)."""
         return EngineDead(
             what,
             where=str(self.log),
@@ -84,10 +93,14 @@ class ChildServer:
         )
 
 
-def tail(log: Path, lines: int = _SHOWN_LINES) -> str:
-    """The last lines of a file; what cannot be read is said instead."""
+def tail(log: Path) -> str:
+    """What went wrong in a log and how it ends; what cannot be read is said instead.
+
+    A server that fails goes on talking while it ends, so the errors it named come first.
+    """
     try:
-        text = log.read_text(errors="replace")
+        lines = log.read_text(errors="replace").splitlines()
     except OSError as error:
         return f"(its log cannot be read: {error})"
-    return "\n".join(text.splitlines()[-lines:])
+    errors = dict.fromkeys(found[0] for line in lines if (found := _ERROR.search(line)))
+    return "\n".join([*list(errors)[:_SHOWN_ERRORS], *lines[-_SHOWN_LINES:]])

@@ -9,10 +9,11 @@ silent for as long as the engine is paused.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from palestra.errors import EngineError, MissingExtraError
 
@@ -20,6 +21,8 @@ try:
     import aiohttp
 except ModuleNotFoundError as error:
     raise MissingExtraError("aiohttp", "serve") from error
+
+_T = TypeVar("_T")
 
 MOST_CONNECTIONS = 512
 """Requests a server holds at once; further ones wait here, in their order."""
@@ -42,14 +45,17 @@ class HttpClient:
     """One server, over a Unix socket or a port of this machine."""
 
     def __init__(self, *, socket: Path | None = None, port: int = 0, token: str = "") -> None:
+        # A connection for each request: a kept one may be closed by the server just as it is used again.
         connector = (
-            aiohttp.UnixConnector(str(socket), limit=0)
+            aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
             if socket is not None
-            else aiohttp.TCPConnector(limit=0)
+            else aiohttp.TCPConnector(limit=0, force_close=True)
         )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._base = "http://engine" if socket is not None else f"http://127.0.0.1:{port}"
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        self._waits: set[asyncio.Timeout] = set()
+        self._closed = False
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """The answer's JSON; its text where it is none. Raises Refused or Broken."""
@@ -66,17 +72,24 @@ class HttpClient:
         """The answer's JSON; its text where it is none. Raises Refused or Broken."""
         return await self._ask("POST", path, body or {}, timeout_s, query)
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Each server-sent event's JSON, until the server says that it is done.
 
         Raises Refused for an error in place of the stream or within it, Broken where the
         stream ends without an end. Closing the iterator closes the connection.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        response: aiohttp.ClientResponse | None = None
         try:
-            async with self._session.post(self._base + path, json=body, timeout=limit) as response:
-                await _check(response, path)
-                async for event in _data(response.content):
+            response = await self._while_open(self._session.post(self._base + path, json=body, timeout=limit))
+            await _check(response, path)
+            rest = b""
+            while block := await self._while_open(response.content.readany()):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    event = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:"):
+                        continue
                     if event == b"[DONE]":
                         return
                     value = json.loads(event)
@@ -85,10 +98,17 @@ class HttpClient:
                     yield value
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _broken(path, error) from error
+        finally:
+            if response is not None:
+                response.close()
         raise Broken(f"the engine's answer to {path} broke off")
 
     async def close(self) -> None:
-        """Close every connection; requests under way raise Broken."""
+        """Close every connection; whoever waits for an answer gets Broken."""
+        self._closed = True
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
         await self._session.close()
 
     async def _ask(
@@ -100,30 +120,36 @@ class HttpClient:
         query: Mapping[str, str] | None,
     ) -> Any:
         limit = aiohttp.ClientTimeout(total=timeout_s)
-        try:
+
+        async def answer() -> str:
             async with self._session.request(
                 method, self._base + path, json=body, params=query, timeout=limit
             ) as response:
                 await _check(response, path)
-                text = await response.text()
+                return await response.text()
+
+        try:
+            text = await self._while_open(answer())
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise _broken(path, error) from error
-        except RuntimeError as error:  # the session was closed while this waited
-            raise Broken(f"the connection to the engine was closed before {path}") from error
         try:
             return json.loads(text)
         except ValueError:
             return text
 
-
-async def _data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """What follows ``data:`` on each line, of whatever length."""
-    rest = b""
-    async for block in content.iter_any():
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+    async def _while_open(self, work: Awaitable[_T]) -> _T:
+        """The result of ``work``; Broken once this client is closed. (aiohttp leaves its readers waiting.)"""
+        wait = asyncio.timeout(0 if self._closed else None)
+        self._waits.add(wait)
+        try:
+            async with wait:
+                return await work
+        except TimeoutError:
+            if wait.expired():
+                raise Broken("the connection to the engine was closed") from None
+            raise
+        finally:
+            self._waits.discard(wait)
 
 
 async def _check(response: aiohttp.ClientResponse, path: str) -> None:

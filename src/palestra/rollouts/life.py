@@ -116,7 +116,7 @@ class ServerLife:
 
     async def _bury(self, dead: EngineDead) -> None:
         self._dead = self._dead or dead
+        await self._server.stop(at_once=True)
         self._death.set()
         self._on_death()
         await self.client.close()
-        await self._server.stop(at_once=True)

@@ -173,12 +173,16 @@ class VllmEngine(ServedEngine):
         await self._control("/update_weight_version", {"new_version": str(version)})
 
     async def _scored(self, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[float, ...]:
-        """One pass where the distribution is the model's own; else one new token for each position."""
-        shaped = sampling.temperature != 0 and (
-            sampling.temperature != 1 or sampling.top_p != 1 or sampling.top_k != 0
-        )
-        if not shaped:
-            return await self._scored_last(tokens, SamplingParams(), whole=True)
+        """One pass where the distribution is the model's own; else one new token for each position.
+
+        With adapters switched on too: vLLM 0.32 dies of prompt logprobs beside other requests then.
+        """
+        neutral = SamplingParams()
+        if sampling.temperature == 0:
+            sampling = neutral
+        plain = (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+        if plain and not self._adapter_rank:
+            return await self._scored_last(tokens, neutral, whole=True)
         each = (self._scored_last(tokens[: i + 1], sampling) for i in range(1, len(tokens)))
         return tuple(logprobs[-1] for logprobs in await asyncio.gather(*each))
 
