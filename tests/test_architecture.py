@@ -17,7 +17,7 @@ LAYERS = {
     "types": 0, "errors": 0, "batches": 0,
     "algorithms": 1, "models": 1, "records": 1,
     "trainer": 2, "rollouts": 2, "sandboxes": 2, "environments": 2, "weights": 2,
-    "fields": 3, "settings": 3, "job": 3,
+    "fields": 3, "presets": 3, "settings": 3, "job": 3,
     "loop": 4,
     "ui": 4,
     "assembly": 5, "run": 5, "recipes": 6, "cli": 7, "__main__": 8,

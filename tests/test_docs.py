@@ -220,14 +220,14 @@ def test_every_dotted_name_of_the_package_exists(page: Path) -> None:
 
 # -- metric names
 
-METRIC = re.compile(r"(?:reward|groups|tokens|completion|time|engine|train|sync|eval)/[a-z_]+")
+METRIC = re.compile(r"(?:reward|groups|tokens|completion|correction|time|engine|train|sync|eval)/[a-z_]+")
 
 
 def recorded_metrics() -> set[str]:
-    """Every metric name that the loop writes as a plain string."""
+    """Every metric name that the loop or an algorithm writes as a plain string."""
     strings = {
         node.value
-        for module in (SOURCE / "loop").glob("*.py")
+        for module in (*(SOURCE / "loop").glob("*.py"), SOURCE / "algorithms" / "recipe.py")
         for node in ast.walk(ast.parse(module.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

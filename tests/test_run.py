@@ -27,7 +27,8 @@ from palestra.errors import (
     RunStopped,
     TaskError,
 )
-from palestra.job import GRPO, Checkpoints, Deadlines, Evaluation, Job, Optimizer, Sampling, TrainerConfig
+from palestra.job import Checkpoints, Deadlines, Evaluation, Job, Optimizer, Sampling, TrainerConfig
+from palestra.presets import GRPO
 from palestra.run import Run, train
 from palestra.sandboxes.base import SandboxSpec
 from palestra.settings import resolve

@@ -81,12 +81,15 @@ def toml_text(value: object) -> str:
         return "[" + ", ".join(map(toml_text, value)) + "]"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
-    return " ".join(repr(value).split())
+    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))  # an address tells a reader nothing
+
+
+_SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def _escaped(char: str) -> str:
-    if char in '"\\':
-        return f"\\{char}"
+    if char in _SHORT:
+        return _SHORT[char]
     if char.isprintable():
         return char
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
@@ -296,7 +299,8 @@ class Section(BaseModel):
         def __setattr__(self, name: str, value: Any) -> None:
             if name in type(self).model_fields:
                 kind = type(self).__name__
-                text = f"a {kind} cannot be changed once built; give {name} to {kind}(...)"
+                article = "an" if kind[0] in "AEIOU" else "a"
+                text = f"{article} {kind} cannot be changed once built; give {name} to {kind}(...)"
                 raise ConfigError([f"{name}: {text} (at {caller()})"])
             super().__setattr__(name, value)
 
@@ -407,11 +411,14 @@ def check_all(section: type[Section], given: Iterable[Given]) -> tuple[dict[str,
     table = leaves(section)
     valid: dict[str, Given] = {}
     problems: list[str] = []
+    wrong_headers: list[str] = []
     for item in given:
         leaf = table.get(item.key)
         if leaf is None:
-            if not _empty_section(section, item):
+            said = any(item.key.startswith(f"{header}.") for header in wrong_headers)
+            if not said and not _empty_section(section, item):
                 problems.append(unknown(section, item))
+                wrong_headers += [item.key] if item.value == {} else []
             continue
         try:
             valid[item.key] = Given(item.key, leaf.check(item.value), item.where)
@@ -458,6 +465,7 @@ _OTHER_NAMES = {
     "max_grad_norm": "grad_clip",
     "output_dir": "runs_dir",
     "env": "environment",
+    "reward": "environment",
 }
 """What other frameworks call a setting: only ever used to suggest ours."""
 
@@ -475,7 +483,8 @@ def nearest_key(key: str, section: type[Section]) -> str:
     if same_last:
         return _close(lowered, same_last, cutoff=0.0)
     by_last = {name.rpartition(".")[2]: name for name in known}
-    return _close(lowered, [*known, *groups]) or by_last.get(_close(last, list(by_last)), "")
+    meant = by_last | {name: name for name in (*known, *groups)}
+    return meant.get(_close(lowered, list(meant)) or _close(last, list(by_last)), "")
 
 
 def _close(name: str, valid: Sequence[str], cutoff: float = 0.6) -> str:
@@ -488,9 +497,8 @@ def caller() -> str:
     frame = sys._getframe(1)  # inspect.stack() would read every source file
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module not in (__name__, "palestra.job", "palestra.settings") and not module.startswith(
-            "pydantic"
-        ):
+        ours = (__name__, "palestra.job", "palestra.presets", "palestra.settings")
+        if module not in ours and not module.startswith("pydantic"):
             return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "Python"

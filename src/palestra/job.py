@@ -19,6 +19,7 @@ from pydantic import Field
 
 from palestra.environments.base import Environment
 from palestra.fields import Flag, Folder, Real, Section, Strings, Text, Whole, leaves, setting, show
+from palestra.presets import Algorithm, algorithm_conflicts
 from palestra.sandboxes.base import SandboxSpec
 
 if TYPE_CHECKING:
@@ -27,32 +28,10 @@ if TYPE_CHECKING:
 Dtype = Literal["auto", "fp32", "bf16"]
 MAX_SEED = 2**63 - 1
 MAX_EPISODES = 100_000
-_MIN_GROUP = (
-    "GRPO compares a sample with the mean of its group; alone, it is that mean, "
-    "so every advantage would be 0 and nothing would be learned"
-)
 _NO_GREEDY = (
     "at temperature 0 all samples of a group are equal, so every advantage would be 0; "
     "evaluation.greedy measures greedy answers"
 )
-
-
-class GRPO(Section):
-    """Group Relative Policy Optimization (Shao et al. 2024, arXiv:2402.03300), without a KL term."""
-
-    kind: Literal["grpo"] = setting("grpo", "Which algorithm these settings are for", "name")
-    group_size: Whole = setting(
-        8, "Samples of each prompt, compared with each other", "samples", ge=2, why=_MIN_GROUP
-    )
-    normalize_std: Flag = setting(True, "Divide advantages by the group's standard deviation", "yes or no")
-    std_epsilon: Real = setting(1e-6, "Added to that standard deviation", "reward", gt=0)
-    updates_per_step: Whole = setting(
-        1, "Updates from each step's samples; from the second on, the clip bounds the ratio", "updates", ge=1
-    )
-    clip_low: Real = setting(
-        0.2, "How far the policy ratio may fall below 1 and still count", "ratio", ge=0, lt=1
-    )
-    clip_high: Real = setting(0.2, "How far the policy ratio may rise above 1 and still count", "ratio", ge=0)
 
 
 class Sampling(Section):
@@ -169,7 +148,7 @@ class Limits(Section):
 class Job(Section):
     """What to train, on what, and how. A section is given as its class or as a dict:
 
-    ``Job(model="./m", environment=env, algorithm=GRPO(group_size=4), optimizer={"learning_rate": 3e-5})``
+    ``Job(model="./m", environment=env, algorithm=pa.GRPO(group_size=4), optimizer={"learning_rate": 3e-5})``
     """
 
     model: Text = Field(
@@ -195,7 +174,7 @@ class Job(Section):
         min_length=1, words="auto, none, a file or the template itself",
     )  # fmt: skip
     threads: Whole = setting(0, "Processor threads for the model; 0 is all cores", "threads", ge=0)
-    algorithm: GRPO = GRPO()
+    algorithm: Algorithm = Algorithm()
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()
     trainer: TrainerConfig = TrainerConfig()
@@ -275,6 +254,7 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
         f"prompts_per_step times algorithm.group_size is {episodes} episodes a step; "
         f"nearest: at most {MAX_EPISODES}",
     )
+    found.extend(Conflict(keys, text) for keys, text in algorithm_conflicts(values))
     found.extend(_deadline_conflicts(values))
     context, new = values["engine.context_tokens"], values["sampling.max_new_tokens"]
     check(

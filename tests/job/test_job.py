@@ -17,7 +17,6 @@ from palestra.environments.base import Environment
 from palestra.errors import ConfigError
 from palestra.fields import given_by, leaves
 from palestra.job import (
-    GRPO,
     Checkpoints,
     Deadlines,
     Evaluation,
@@ -29,6 +28,7 @@ from palestra.job import (
     default_name,
     defaults,
 )
+from palestra.presets import GRPO
 from palestra.sandboxes.base import SandboxSpec
 
 
@@ -122,11 +122,12 @@ def job_on_another_line(**values: Any) -> Job:
 
 def test_a_group_of_one_is_refused_with_the_reason() -> None:
     """training-gym tutorial 002 (case 30): group size 1 under a group-mean baseline, every advantage is 0."""
-    for build in (lambda: GRPO(group_size=1), lambda: job(algorithm={"group_size": 1})):
+    together = {"group_size": 1, "advantage": "mean"}
+    for build in (lambda: GRPO(group_size=1), lambda: job(algorithm=together)):
         problem = one_problem(build)
-        assert "group_size: expected a whole number >= 2, got 1" in problem
+        assert "algorithm.group_size (1) is too small for algorithm.advantage" in problem
         assert "every advantage would be 0" in problem
-        assert problem.endswith("nearest: 2")
+        assert problem.endswith('nearest: group_size 2, or algorithm.advantage "reinforce++"')
 
 
 def test_temperature_zero_is_refused_with_the_reason_and_where_greedy_is_measured() -> None:
@@ -141,10 +142,14 @@ def test_temperature_zero_is_refused_with_the_reason_and_where_greedy_is_measure
         (lambda: Checkpoints(keep=0), "the newest checkpoint is what a run resumes from"),
         (lambda: Optimizer(learning_rate=0), "at 0 no weight would change"),
         (lambda: Optimizer(learning_rate=1e5), "nearest: 1.0"),
-        (lambda: GRPO(clip_low=1.0), "clip_low: expected a number in [0, 1), got 1.0"),
+        (lambda: GRPO(clip_low=1.1), "clip_low: expected a number in [0, 1], got 1.1"),
         (lambda: GRPO(clip_high=-0.1), "clip_high: expected a number >= 0, got -0.1"),
         (lambda: Evaluation(tasks=-1), "tasks: expected a whole number >= 0, got -1"),
-        (lambda: GRPO(kind="ppo"), 'kind: expected one of grpo, got "ppo"'),  # type: ignore[arg-type]
+        (lambda: GRPO(kind="ppo"), "kind: no such setting"),  # type: ignore[call-arg]
+        (
+            lambda: GRPO(aggregate="mean"),
+            'aggregate: expected one of token, sequence, constant, sum, got "mean"',
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_the_section_itself(build: Any, said: str) -> None:
@@ -178,7 +183,7 @@ def test_a_built_job_cannot_be_changed() -> None:
     built = job()
     problem = one_problem(lambda: setattr(built, "steps", 5))
     assert "a Job cannot be changed once built; give steps to Job(...)" in problem
-    assert "a GRPO cannot be changed" in one_problem(lambda: setattr(built.algorithm, "group_size", 5))
+    assert "an Algorithm cannot be changed" in one_problem(lambda: setattr(built.algorithm, "group_size", 5))
     assert built.steps == 20
 
 

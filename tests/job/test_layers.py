@@ -287,8 +287,12 @@ def test_any_file_of_valid_settings_is_traced_line_by_line(keys: list[str], blan
          "checkpoints: is a section, got \"3\" from --set checkpoints=3; its settings: every_steps, keep"),
         ({"toml": "steps.x = 1"},
          "steps.x: steps is one value and has no parts (from settings.toml:1); nearest: steps"),
-        ({"sets": ["algorithm.kind=ppo"]},
-         'algorithm.kind: expected one of grpo, got "ppo" from --set algorithm.kind=ppo; default: "grpo"'),
+        ({"sets": ["algorithm.truncated=cut"]},
+         'algorithm.truncated: expected one of count, mask, penalize, got "cut" '
+         'from --set algorithm.truncated=cut; nearest: count'),
+        ({"sets": ["algorithm.loss=gsp"]},
+         'algorithm.loss "gsp": expected one of ppo, gspo, rloo, cispo, sapo; nearest: gspo '
+         "(algorithm.loss from --set algorithm.loss=gsp)"),
         ({"toml": "[limits]\nmax_starved_steps = 1979-05-27"},
          "limits.max_starved_steps: expected a whole number >= 1, got datetime.date(1979, 5, 27) "
          "from settings.toml:2; default: 5"),
@@ -319,7 +323,7 @@ def test_a_group_of_one_is_refused_from_every_layer() -> None:
     ):
         problem = one_problem(**layers)
         assert "every advantage would be 0" in problem
-        assert problem.endswith("nearest: 2")
+        assert "nearest: group_size 2" in problem
 
 
 def test_all_layers_report_their_problems_together() -> None:

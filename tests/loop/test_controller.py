@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 
 from helpers.fakes import FakeTrainer, MirrorEngine
 from helpers.trajectories import trajectory
-from palestra.algorithms.packing import pack
+from palestra.algorithms.recipe import Recipe
 from palestra.environments.base import Environment
 from palestra.errors import RunStopped, WeightsError
-from palestra.job import GRPO, Checkpoints, EngineConfig, Evaluation, Job, Limits, TrainerConfig
+from palestra.job import Checkpoints, EngineConfig, Evaluation, Job, Limits, TrainerConfig
 from palestra.loop import checkpoints
 from palestra.loop.controller import Controller, Pillars
 from palestra.loop.ledger import Ledger
+from palestra.presets import GRPO
 from palestra.types import Outcome, SamplingParams, Task, Trajectory
 from palestra.weights.sync import WeightSync
 
@@ -92,15 +93,10 @@ def outcome_by_seed(name: str, seed: int) -> Outcome | float | None:
 def make_job(**changes: Any) -> Job:
     settings: dict[str, Any] = {
         "model": "./model", "environment": Nothing(), "name": "r", "steps": 6, "prompts_per_step": 2,
-        "algorithm": GRPO(group_size=4), "checkpoints": Checkpoints(every_steps=2, keep=2),
+        "algorithm": GRPO(group_size=4, advantage="mean"), "checkpoints": Checkpoints(every_steps=2, keep=2),
         "evaluation": Evaluation(samples_per_task=1),
     }  # fmt: skip
     return Job(**{**settings, **changes})
-
-
-def centred(rewards: Sequence[float]) -> list[float]:
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    return [r - mean for r in rewards]
 
 
 class Attempt:
@@ -122,9 +118,10 @@ class Attempt:
         async def episode(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
             return trajectory(name, outcome(name, sampling.seed), task=task, version=self.trainer.updates)
 
+        algorithm = job.algorithm.model_dump(exclude={"group_size", "reference"})
         pillars = Pillars(
             self.engine, self.trainer, WeightSync(self.trainer, self.engine, (1, 2, 3), "fp32"), episode,
-            centred, pack, lambda t: ("prompt", "reply"), disk,  # type: ignore[arg-type]
+            Recipe.named(**algorithm), lambda t: ("prompt", "reply"), disk,  # type: ignore[arg-type]
         )  # fmt: skip
         ledger = Ledger(job.prompts_per_step).replay(disk.entries)
         self.controller = Controller(job, "r", TASKS, HELD_OUT, pillars, ledger, step, root)

@@ -2,57 +2,82 @@
 
 What a target sees does not change by packing: its context is its own
 trajectory's tokens before it, at their own positions. A target's weight is its
-trajectory's advantage over N, the sampled tokens of *all* rewarded
-trajectories of the batch (token mean over the global batch, DAPO,
-arXiv:2503.14476), so neither leaving out a trajectory of zero advantage nor a
-split into micro-batches changes a gradient. Only tokens with ``sampled_mask``
-become targets. Tokens that no target depends on are left out. Pure Python over
-`palestra.types`: no framework.
+advantage times what `palestra.algorithms.aggregation` gives each token of *all*
+rewarded trajectories of the batch that count, so neither leaving out a trajectory
+of zero advantage nor a split into micro-batches changes a gradient. Only tokens
+with ``sampled_mask`` become targets. Tokens that no target depends on are left
+out. Pure Python over `palestra.types`: no framework.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from palestra.algorithms.aggregation import Aggregate, token_weights
 from palestra.batches import Batch
 from palestra.types import Group, SamplingParams, Trajectory
 
 
-def pack(groups: Sequence[Group], advantages: Mapping[str, float], sampling: SamplingParams) -> Batch | None:
+def pack(
+    groups: Sequence[Group],
+    advantages: Mapping[str, float | Sequence[float]],
+    sampling: SamplingParams,
+    *,
+    aggregate: Aggregate = "token",
+    left_out: Collection[str] = (),
+    kl: bool = False,
+) -> Batch | None:
     """One tree per group: what its members share unsampled is stored once, as the root.
 
-    ``advantages`` is keyed by trajectory id and covers every rewarded trajectory.
-    None where no target has a weight. Raises ValueError if an advantage is missing
-    or not finite, if a trajectory begins with a sampled token (nothing predicts
-    it), or if the samples were greedy (temperature 0 has no gradient).
+    ``advantages`` is keyed by trajectory id and covers every rewarded trajectory: one
+    number, or one for each of its sampled tokens. Those ``left_out`` do not count in
+    the aggregate either. ``kl`` keeps trajectories of zero advantage and adds
+    ``kl_weights_N``. None where there is no target. Raises ValueError if an advantage
+    is missing or not finite or of another length, if a trajectory begins with a
+    sampled token (nothing predicts it), or if the samples were greedy (temperature 0
+    has no gradient).
     """
     if sampling.temperature <= 0:
         raise ValueError(
             "greedy samples (temperature 0) have no policy gradient; sample at a temperature > 0"
         )
     rewarded = [trajectory for group in groups for trajectory in group.rewarded]
-    total = sum(trajectory.sampled_count for trajectory in rewarded)
     if len({trajectory.id for trajectory in rewarded}) != len(rewarded):
         raise ValueError("two rewarded trajectories have one id, so their advantages cannot be told apart")
-    for trajectory in rewarded:
-        advantage = advantages.get(trajectory.id)
-        if advantage is None:
-            raise ValueError(f"trajectory {trajectory.id} has a reward but no advantage")
-        if not math.isfinite(advantage):
-            raise ValueError(f"the advantage of trajectory {trajectory.id} is not finite: {advantage}")
+    by_token = {trajectory.id: _by_token(trajectory, advantages) for trajectory in rewarded}
+    counted = [trajectory for trajectory in rewarded if trajectory.id not in left_out]
+    lengths = [trajectory.sampled_count for trajectory in counted]
+    normalizers = token_weights(lengths, aggregate, sampling.max_new_tokens)
+    normalizer = {t.id: share for t, share in zip(counted, normalizers, strict=True)}
     columns = _Columns()
     for group in groups:
         members = [
-            _Member.of(trajectory, advantages[trajectory.id] / total)
+            _Member.of(trajectory, by_token[trajectory.id], normalizer[trajectory.id])
             for trajectory in group.rewarded
-            if advantages[trajectory.id] != 0
+            if trajectory.id in normalizer and (kl or any(by_token[trajectory.id]))
         ]
         if members:
             columns.add_tree(members)
-    return columns.batch(sampling) if columns.targets else None
+    return columns.batch(sampling, kl) if columns.targets else None
+
+
+def _by_token(trajectory: Trajectory, advantages: Mapping[str, float | Sequence[float]]) -> Sequence[float]:
+    """The advantage of each sampled token."""
+    count = trajectory.sampled_count
+    advantage = advantages.get(trajectory.id)
+    if advantage is None:
+        raise ValueError(f"trajectory {trajectory.id} has a reward but no advantage")
+    row = [advantage] * count if isinstance(advantage, (int, float)) else advantage
+    if len(row) != count:
+        raise ValueError(
+            f"trajectory {trajectory.id} has {count} sampled tokens and advantages for {len(row)}"
+        )
+    if not all(map(math.isfinite, row)):
+        raise ValueError(f"the advantage of trajectory {trajectory.id} is not finite: {advantage}")
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +88,17 @@ class _Member:
     logprobs: tuple[float, ...]
     sampled: tuple[int, ...]
     """Indices of the sampled tokens."""
-    weight: float
+    weights: tuple[float, ...]
+    """Of the sampled tokens."""
+    normalizer: float
 
     @classmethod
-    def of(cls, trajectory: Trajectory, weight: float) -> _Member:
+    def of(cls, trajectory: Trajectory, advantages: Sequence[float], normalizer: float) -> _Member:
         sampled = tuple(index for index, flag in enumerate(trajectory.sampled_mask) if flag)
         if sampled[0] == 0:
             raise ValueError(f"trajectory {trajectory.id} begins with a sampled token: nothing predicts it")
-        return cls(trajectory.token_ids, trajectory.logprobs, sampled, weight)
+        weights = tuple(advantage * normalizer for advantage in advantages)
+        return cls(trajectory.token_ids, trajectory.logprobs, sampled, weights, normalizer)
 
     @property
     def length(self) -> int:
@@ -96,6 +124,7 @@ class _Columns:
     predictors: list[int] = field(default_factory=list[int])
     targets: list[int] = field(default_factory=list[int])
     weights: list[float] = field(default_factory=list[float])
+    normalizers: list[float] = field(default_factory=list[float])
     logprobs: list[float] = field(default_factory=list[float])
     sequences: list[int] = field(default_factory=list[int])
     sequence_count: int = 0
@@ -110,11 +139,12 @@ class _Columns:
             start = len(self.tokens)
             if member.length > prefix:
                 self._add_segment(member.tokens[prefix : member.length], prefix, root)
-            for index in member.sampled:
+            for index, weight in zip(member.sampled, member.weights, strict=True):
                 before = index - 1
                 self.predictors.append(root_start + before if before < prefix else start + before - prefix)
                 self.targets.append(member.tokens[index])
-                self.weights.append(member.weight)
+                self.weights.append(weight)
+                self.normalizers.append(member.normalizer)
                 self.logprobs.append(member.logprobs[index])
                 self.sequences.append(self.sequence_count)
             self.sequence_count += 1
@@ -127,7 +157,7 @@ class _Columns:
         self.segments.extend([segment] * len(tokens))
         return segment
 
-    def batch(self, sampling: SamplingParams) -> Batch:
+    def batch(self, sampling: SamplingParams, kl: bool) -> Batch:
         return Batch(
             tokens_T=array("q", self.tokens),
             positions_T=array("q", self.positions),
@@ -138,6 +168,7 @@ class _Columns:
             weights_N=array("f", self.weights),
             sampler_logprobs_N=array("f", self.logprobs),
             sequence_ids_N=array("q", self.sequences),
+            kl_weights_N=array("f", self.normalizers) if kl else None,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

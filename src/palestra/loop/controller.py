@@ -32,7 +32,7 @@ from palestra.loop.verdict import Signal, Verdict, judge, nothing_rewarded, step
 from palestra.records.writer import RunWriter
 from palestra.rollouts.base import Engine
 from palestra.trainer.base import StepReport, Trainer
-from palestra.types import UNVERSIONED, Group, SamplingParams, Task, Trajectory, Version
+from palestra.types import UNVERSIONED, Boundary, Group, SamplingParams, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from palestra.weights.sync import SyncReport, WeightSync

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from palestra.errors import ConfigError, IsolationUnavailable, MissingExtraError, nearest
-from palestra.job import GRPO, Checkpoints, Evaluation, Job, Optimizer, Sampling
+from palestra.job import Checkpoints, Evaluation, Job, Optimizer, Sampling
+from palestra.presets import GRPO
 from palestra.run import Run, train
 from palestra.settings import resolve
 
