@@ -217,19 +217,18 @@ async def test_weights_change_under_running_requests_and_each_token_says_which_s
     served: Served,
 ) -> None:
     """verl#7990 (case 8): a sync completes with far more requests in flight than slots."""
-    old = served.number
+    old, version = served.number, served.next()
     heard: list[int] = []
     begun = asyncio.Event()
 
-    def hear(_token: int, _logprob: float, version: int) -> None:
-        heard.append(version)
+    def hear(_token: int, _logprob: float, number: int) -> None:
+        heard.append(number)
         begun.set()
 
     first = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, seed=3))
     tasks = [asyncio.create_task(served.engine.generate(first, hear))]
     tasks += [asyncio.create_task(served.ask(max_new_tokens=200, seed=i)) for i in range(30)]
     await begun.wait()
-    version = served.next()
     report = await served.sync.serve(version)
     assert report.probe_gap_max <= 1e-4
     done = await asyncio.gather(*tasks)

@@ -197,10 +197,19 @@ def _looked(name: str, look: Callable[[], Check]) -> Check:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs would be kept")
+    parser.add_argument(
+        "--engine",
+        metavar="NAME[:PYTHON]",
+        help="also start this engine and compare it with the trainer: vllm",
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:
     found = checks(args.runs_dir or default_runs_dir())
+    if args.engine:
+        from palestra.cli.doctor_engine import findings
+
+        found += findings(args.engine)
     failed = [check for check in found if check.status == "fail"]
     if args.json:
         print_json({"ok": not failed, "checks": [asdict(check) for check in found]})
