@@ -110,7 +110,10 @@ class RewardError(PalestraError):
 
 
 class ChatError(PalestraError):
+    """As TaskError."""
+
     boundary = Boundary.CHAT
+    exit_code = 2
 
 
 class EngineError(PalestraError):

@@ -17,8 +17,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from palestra.environments.base import Environment
-from palestra.fields import Flag, Folder, Real, Section, Strings, Text, Whole, leaves, setting, show
+from palestra.environments.base import Environment, check_declaration
+from palestra.errors import TaskError
+from palestra.fields import (
+    Flag,
+    Folder,
+    Real,
+    Section,
+    Strings,
+    Text,
+    Whole,
+    leaves,
+    setting,
+    short_path,
+    show,
+)
 from palestra.presets import Algorithm, algorithm_conflicts
 from palestra.sandboxes.base import SandboxSpec
 
@@ -205,7 +218,20 @@ class Job(Section):
     @classmethod
     def _disagreements(cls, values: Mapping[str, Any]) -> list[str]:
         clashes = conflicts({**defaults(), **values})
-        return [clash.text for clash in clashes if values.keys() >= set(clash.keys)]
+        found = [clash.text for clash in clashes if values.keys() >= set(clash.keys)]
+        return found + _undeclared(values.get("environment"))
+
+
+def _undeclared(environment: Environment | None) -> list[str]:
+    """What an environment's class lacks: said where the job is built, not after a model was loaded."""
+    try:
+        if environment is not None:
+            check_declaration(environment)
+    except TaskError as error:
+        file, _, line = error.where.rpartition(":")
+        place = f" ({short_path(file)}:{line})" if file else ""
+        return [f"environment: {error.what}{place}; expected {error.expected}"]
+    return []
 
 
 def defaults() -> dict[str, Any]:
@@ -278,18 +304,25 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
 _NESTED = (
     ("deadlines.reward_s", "deadlines.episode_s", "a reward is computed inside its episode"),
     ("deadlines.episode_s", "deadlines.step_s", "an episode runs inside its step"),
-    ("sandbox.time_s", "deadlines.episode_s", "a sandboxed program runs inside its episode"),
 )
+_PROGRAM = ("sandbox.time_s", "deadlines.episode_s", "a sandboxed program runs inside its episode")
 
 
 def _deadline_conflicts(values: Mapping[str, Any]) -> list[Conflict]:
-    """One deadline tree: what runs inside something must end before it."""
+    """One deadline tree: what runs inside something must end before it.
+
+    A program's time counts where somebody set it: the default says nothing where there is no sandbox.
+    """
+    own = getattr(values.get("environment"), "sandbox", None)
+    if isinstance(own, SandboxSpec):  # it takes the place of the job's
+        values = {**values, "sandbox.time_s": own.time_s}
+    asked = values["sandbox.time_s"] != SandboxConfig().time_s
     return [
         Conflict(
             (inner, outer),
             f"{inner} ({show(values[inner])} s) is not below {outer} ({show(values[outer])} s): {reason}; "
             f"nearest: {inner} below {show(values[outer])}, or {outer} above {show(values[inner])}",
         )
-        for inner, outer, reason in _NESTED
+        for inner, outer, reason in (*_NESTED, *([_PROGRAM] if asked else []))
         if not values[inner] < values[outer]
     ]

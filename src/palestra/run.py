@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from typing import Any, Literal
 from palestra import __version__
 from palestra.assembly import Assembly, Start, checkpoint_bytes, require_torch
 from palestra.environments.base import all_tasks
-from palestra.errors import ConfigError, PalestraError, RecordError
+from palestra.errors import ConfigError, MissingExtraError, PalestraError, RecordError, traceback_of
 from palestra.job import Job
 from palestra.loop import checkpoints
 from palestra.loop.controller import Controller, Pillars
@@ -34,6 +35,7 @@ from palestra.loop.identity import differences, identity_of, source_digest
 from palestra.loop.ledger import Audit, Ledger, LedgerError
 from palestra.records.folder import RunFolder
 from palestra.records.reader import RunReader
+from palestra.records.schema import RUN_JSON
 from palestra.records.writer import RunWriter
 from palestra.settings import Resolved
 from palestra.types import Task
@@ -135,6 +137,30 @@ class _Status:
         return False
 
 
+def _say_lost_records(folder: RunFolder, writer: RunWriter) -> None:
+    """Records that are not on the disk are said at the end, and kept for ``palestra runs show``."""
+    if writer.degraded is None and not writer.dropped:
+        return
+    why = writer.degraded or "the queue was full"
+    text = f"the records of run {folder.path.name} are incomplete ({writer.dropped} dropped): {why}"
+    print(f"palestra: {text}", file=sys.stderr)
+    lost = {"attempt": folder.attempt, "dropped": writer.dropped, "why": why}
+    with suppress(RecordError):  # the disk that dropped them may refuse this too: it was said above
+        folder.update(lost_records=[*folder.info.get("lost_records", []), lost])
+
+
+def _left_behind(writer: RunWriter) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """What asyncio says of tasks that user code started and nobody awaited: a notice, not a raw traceback."""
+
+    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        why = error.what if isinstance(error, PalestraError) else repr(error or context.get("message"))
+        detail = traceback_of(error) if isinstance(error, BaseException) else ""
+        writer.event("notice", text=f"a task that was started and never awaited: {why}", detail=detail)
+
+    return tell
+
+
 class _Attempt:
     """One process's try at a run: prepares, builds, runs, and leaves nothing behind."""
 
@@ -150,28 +176,50 @@ class _Attempt:
         require_torch()
         tasks, evaluation_tasks = all_tasks(self._job.environment)
         self._require_one_sandbox_spec()
+        is_new = not (self._run.path / RUN_JSON).is_file()
         folder = RunFolder.open(self._run.path, create=True)
         folder.lock()
         try:
-            start = self._prepare(folder, tasks, evaluation_tasks)
-            if self._finished_already(folder):
-                self._say_finished()
-                return
-            panel = LivePanel(self._run.id, self._job.steps) if self._wants_panel else None
-            if panel is not None:
-                panel.replay(self._run.records)
-            folder.begin_attempt(
-                {"argv": sys.argv, "cwd": os.getcwd(), "palestra": __version__, "python": sys.version},
-                self._resolved.to_json(),
-                self._resolved.provenance_json(),
-            )
-            writer = RunWriter(folder)
-            try:
-                self._run_attempt(folder, writer, start, panel)
-            finally:
-                writer.close()
+            with self._nothing_left(folder, is_new):
+                self._begin(folder, tasks, evaluation_tasks)
         finally:
             folder.unlock()
+
+    @contextmanager
+    def _nothing_left(self, folder: RunFolder, is_new: bool) -> Iterator[None]:
+        """A new run that was refused before it drew anything leaves no folder, and its name is free."""
+        try:
+            yield
+        except PalestraError as error:
+            refused = error.exit_code in (ConfigError.exit_code, MissingExtraError.exit_code)
+            if is_new and refused and not self._has_begun(folder):
+                shutil.rmtree(folder.path)
+            raise
+
+    def _has_begun(self, folder: RunFolder) -> bool:
+        return bool(checkpoints.committed(folder.checkpoints_dir)) or any(
+            entry.get("kind") == "draws" for entry in self._run.records.ledger()
+        )
+
+    def _begin(self, folder: RunFolder, tasks: tuple[Task, ...], evaluation_tasks: tuple[Task, ...]) -> None:
+        start = self._prepare(folder, tasks, evaluation_tasks)
+        if self._finished_already(folder):
+            self._say_finished()
+            return
+        panel = LivePanel(self._run.id, self._job.steps) if self._wants_panel else None
+        if panel is not None:
+            panel.replay(self._run.records)
+        folder.begin_attempt(
+            {"argv": sys.argv, "cwd": os.getcwd(), "palestra": __version__, "python": sys.version},
+            self._resolved.to_json(),
+            self._resolved.provenance_json(),
+        )
+        writer = RunWriter(folder)
+        try:
+            self._run_attempt(folder, writer, start, panel)
+        finally:
+            writer.close()
+            _say_lost_records(folder, writer)
 
     def _require_one_sandbox_spec(self) -> None:
         """A limit set for the job must not be overridden in silence by the environment's own."""
@@ -205,9 +253,7 @@ class _Attempt:
         job = self._job
         model = resolve_model(job.model, progress=lambda line: print(f"palestra: {line}", file=sys.stderr))
         info = folder.info
-        begun = bool(checkpoints.committed(folder.checkpoints_dir)) or any(
-            entry.get("kind") == "draws" for entry in self._run.records.ledger()
-        )
+        begun = self._has_begun(folder)
         recorded: dict[str, Any] | None = info.get("identity") if begun else None
         dtypes = self._dtypes((recorded or {}).get("dtypes", {}))
         identity = identity_of(job, tasks, evaluation_tasks, model_digest=model.digest, dtypes=dtypes)
@@ -267,6 +313,7 @@ class _Attempt:
     async def _supervise(
         self, folder: RunFolder, writer: RunWriter, start: Start, panel: LivePanel | None
     ) -> tuple[str, str]:
+        asyncio.get_running_loop().set_exception_handler(_left_behind(writer))
         async with AsyncExitStack() as stack:
             assembly = Assembly(self._job, start, self._run.id, stack)
             pillars = await asyncio.to_thread(assembly.pillars, writer)
@@ -290,7 +337,7 @@ class _Attempt:
                 text = "the file that defines the reward changed: earlier steps were scored by another one"
                 writer.event("notice", text=text)
             if await controller.run(evaluated):
-                return "finished", f"{controller.step} steps"
+                return "finished", "1 step" if controller.step == 1 else f"{controller.step} steps"
             if not controller.stop.is_set():
                 lost = controller.step - controller.kept_step
                 return (

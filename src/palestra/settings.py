@@ -320,6 +320,8 @@ class Overlay:
     """Overrides the ``panel`` of ``Job.train`` where it is not None."""
     look_only: bool = False
     """Raise JobSeenError instead of training."""
+    began: bool = False
+    """Whether a job resolved and went on to train."""
     runs: list[Any] = field(default_factory=list[Any])
     """The `palestra.run.Run` handles, in the order of their start."""
 
@@ -352,6 +354,7 @@ def for_training(job: Job, layers: Overlay, *, steps: int | None) -> Resolved:
     resolved = resolve(job, files=layers.files, sets=layers.sets, job_file=layers.job_file)
     if layers.look_only:
         raise JobSeenError(resolved)
+    layers.began = True
     return resolved
 
 

@@ -47,7 +47,7 @@ def test_columns_are_aligned() -> None:
 
 def test_error_json_leaves_out_what_is_not_known() -> None:
     assert error_json(RewardError("bad")) == {
-        "kind": "RewardError", "what": "bad", "boundary": "reward", "exit_code": 1,
+        "kind": "RewardError", "what": "bad", "boundary": "reward", "exit_code": 2,
     }  # fmt: skip
     config = error_json(ConfigError(["one", "two"]))
     assert (config["problems"], config["exit_code"]) == (["one", "two"], 2)

@@ -19,8 +19,8 @@ from palestra.settings import resolve_values
 
 JOB_FILE = """\
 import palestra as pa
-class Guess(pa.Environment):
-    pass
+class Guess(pa.SingleTurn):
+    __init__ = lambda self: pa.SingleTurn.__init__(self, [], lambda task, reply: 1.0)
 print("noise")
 job = pa.Job(model='./m', environment=Guess(), steps=7, optimizer={"beta1": 0.5})
 """

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import palestra as pa
-from palestra.environments.base import Environment
+from helpers.declared import Declared
 from palestra.errors import ConfigError
 from palestra.fields import given_by, leaves
 from palestra.job import (
@@ -32,7 +32,7 @@ from palestra.presets import GRPO
 from palestra.sandboxes.base import SandboxSpec
 
 
-class GuessNumber(Environment):
+class GuessNumber(Declared):
     pass
 
 
@@ -321,7 +321,7 @@ def test_a_run_is_named_after_its_file_or_its_environment(file: str | None, name
 
 
 def test_capitals_in_a_row_stay_one_word_in_a_name() -> None:
-    class HTTPGuess2D(Environment):
+    class HTTPGuess2D(Declared):
         pass
 
     assert default_name(job(environment=HTTPGuess2D()), None) == "http_guess2_d"
@@ -353,8 +353,7 @@ def test_leaves_keep_the_order_of_declaration() -> None:
 def test_building_a_job_loads_no_tensor_library() -> None:
     script = (
         "import sys, palestra as pa\n"
-        "class E(pa.Environment): pass\n"
-        "pa.Job(model='m', environment=E())\n"
+        "pa.Job(model='m', environment=pa.SingleTurn([], lambda task, reply: 1.0))\n"
         "sys.exit(repr({'torch', 'numpy', 'rich', 'palestra.run'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

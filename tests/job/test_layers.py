@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from palestra.environments.base import Environment
+from helpers.declared import Declared
 from palestra.errors import ConfigError
 from palestra.fields import leaves, toml_text
 from palestra.job import Job
 from palestra.settings import Origin, Resolved, resolve, resolve_values
 
 
-class GuessNumber(Environment):
+class GuessNumber(Declared):
     pass
 
 

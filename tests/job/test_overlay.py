@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import palestra.run
-from palestra.environments.base import Environment
+from helpers.declared import Declared
 from palestra.errors import ConfigError
 from palestra.job import Job
 from palestra.settings import JobSeenError, Overlay, Resolved, active, overlay
 
 
-class GuessNumber(Environment):
+class GuessNumber(Declared):
     pass
 
 

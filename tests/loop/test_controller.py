@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.declared import Declared
 from helpers.fakes import FakeTrainer, MirrorEngine
 from helpers.trajectories import trajectory
 from palestra.algorithms.recipe import Recipe
-from palestra.environments.base import Environment
 from palestra.errors import RunStopped, WeightsError
 from palestra.job import Checkpoints, EngineConfig, Evaluation, Job, Limits, TrainerConfig
 from palestra.loop import checkpoints
@@ -82,7 +82,7 @@ class Disk:
         self.rollouts.append((made.id, advantage))
 
 
-class Nothing(Environment):
+class Nothing(Declared):
     """Never run: the episode runner is a fake."""
 
 

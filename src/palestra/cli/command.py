@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from palestra.cli.codes import EXIT_CODES, INTERRUPTED, USAGE
-from palestra.errors import PalestraError, nearest
+from palestra.errors import PalestraError, RunStopped, nearest
 
 
 class UsageError(PalestraError):
@@ -70,7 +70,14 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         if word.startswith("-"):
             raise self.wrong(f"there is no flag {word}", nearest(word, flags))
-        raise self.wrong(f"one word too many: {word!r}")
+        raise self.wrong(f"one word too many: {word!r}", _joined(words, word))
+
+
+def _joined(words: Sequence[str], extra: str) -> str:
+    """``--set steps=5`` for ``--set steps 5``; '' where the word too many follows no ``--set``."""
+    at = list(words).index(extra) if extra in words else 0
+    key = words[at - 1] if at >= 2 and words[at - 2] == "--set" else ""
+    return f"--set {key}={extra}" if key and "=" not in key else ""
 
 
 def _add_common(parser: argparse.ArgumentParser, *, as_json: bool) -> None:
@@ -117,7 +124,12 @@ def report(error: PalestraError, *, as_json: bool, debug: bool) -> int:
     elif debug:
         traceback.print_exception(error)
     else:
-        print(f"palestra: {safe(str(error))}", file=sys.stderr)
+        # What stopped a run is said by its parts; the traceback behind it lies in its records.
+        stopped = isinstance(error, RunStopped) and error.detail
+        text = (
+            f"{error.brief()}\n  traceback: with --debug, and in the run's records" if stopped else str(error)
+        )
+        print(f"palestra: {safe(text)}", file=sys.stderr)
     return error.exit_code
 
 

@@ -51,7 +51,7 @@ def _values(args: argparse.Namespace) -> Values:
     files, sets = args.config or None, sets_of(args)
     if args.file is None:
         return resolve_values(files=files, sets=sets)
-    path = require_file(args.file)
+    path = require_file(args.file, "config show")
     try:
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(sys.stderr))  # what the file prints is not ours

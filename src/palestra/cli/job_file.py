@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from palestra.cli.codes import USAGE
 from palestra.cli.command import UsageError
 from palestra.errors import PalestraError, nearest
 
@@ -27,18 +28,19 @@ class JobFileError(PalestraError):
     """The user's file raised; ``detail`` is its traceback."""
 
 
-def require_file(path: Path) -> Path:
-    """The file's absolute path; UsageError with the nearest name where it does not exist."""
+def require_file(path: Path, verb: str = "train") -> Path:
+    """The file's absolute path; UsageError with the nearest name where there is none."""
     if path.is_file():
         return path.absolute()
-    folder = path.parent
+    inside = path.is_dir()
+    folder = path if inside else path.parent
     names = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-    close = nearest(path.name, names)
+    close = (names[0] if names else "") if inside else nearest(path.name, names)
     raise UsageError(
-        f"there is no file {path}",
+        f"{path} is a folder, not a file" if inside else f"there is no file {path}",
         expected="a Python file that builds a palestra.Job",
         nearest=str(folder / close) if close else "",
-        next_command="palestra train FILE.py",
+        next_command=f"palestra {verb} {folder / close if close else 'FILE.py'}",
     )
 
 
@@ -62,7 +64,15 @@ def as_main(path: Path, arguments: Sequence[str]) -> Iterator[ModuleType]:
 
 def _run(path: Path, module: ModuleType) -> None:
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        code = path.read_bytes()
+        if b"\0" in code:  # compile's own error for it names neither file nor line
+            line = code[: code.index(b"\0")].count(b"\n") + 1
+            raise UsageError(
+                f"{path.name} is not Python text: it holds NUL bytes",
+                where=f"{path}:{line}",
+                expected="a Python file that builds a palestra.Job",
+            )
+        exec(compile(code, str(path), "exec"), module.__dict__)
     except PalestraError:
         raise
     except SystemExit as ended:
@@ -72,21 +82,30 @@ def _run(path: Path, module: ModuleType) -> None:
         raise _not_python(path, error) from error
     except Exception as error:  # a user's file may raise anything; this is its boundary
         linecache.checkcache(str(path))
-        raise JobFileError(
+        failed = JobFileError(
             f"{path.name} raised {type(error).__name__}: {error}",
             where=_innermost_line(error, path),
             detail=_own_frames(error, path),
             next_command=f"python {path.name} shows the same outside of palestra",
-        ) from error
+        )
+        if not _has_trained():
+            failed.exit_code = USAGE
+        raise failed from error
+
+
+def _has_trained() -> bool:
+    """Whether the file came as far as a run: before that, what it raises is wrong usage of palestra."""
+    from palestra.settings import active
+
+    return active().began
 
 
 def _not_python(path: Path, error: SyntaxError) -> PalestraError:
+    what = f"{path.name} is not valid Python: {error.msg}"
     if error.filename != str(path):
-        return JobFileError(
-            f"{path.name} imports {error.filename}, which is not valid Python: {error.msg}",
-            where=f"{error.filename}:{error.lineno}",
-        )
-    return UsageError(f"{path.name} is not valid Python: {error.msg}", where=f"{path}:{error.lineno}")
+        what = f"{path.name} imports {error.filename}, which is not valid Python: {error.msg}"
+    place = f"{error.filename}:{error.lineno}" if error.filename else str(path)
+    return UsageError(what, where=place, next_command="correct that line, then the same command")
 
 
 def _innermost_line(error: BaseException, path: Path) -> str:
@@ -115,6 +134,7 @@ def only_job(names: Mapping[str, object], path: Path) -> Job:
             f"{path.name} defines {len(distinct)} jobs ({shown}) and trains none of them",
             expected="one job, or a call to .train() on the one that is meant",
             nearest=f"{next(iter(jobs))}.train()",
+            next_command=f"write that line at the end of {path.name}, then the same command",
         )
     raise UsageError(
         f"{path.name} has no palestra.Job and never called Job.train()",

@@ -25,6 +25,7 @@ VERBS = {
     "chat": "talk to what is served",
     "runs list": "the runs in the runs folder",
     "runs show": "one run: how it stands, its curve, evaluations and checkpoints",
+    "runs rm": "remove one run: its records and checkpoints",
     "config show": "every setting's value, and where it comes from",
     "config schema": "every setting there is: type, default, unit",
     "doctor": "what this machine has, what is missing, and what to do about it",
@@ -81,7 +82,7 @@ def _no_verb(words: Sequence[str]) -> int:
     from palestra.errors import nearest
 
     asked = f"{first} {second}" if inside else first
-    firsts = {verb.split()[0]: verb for verb in VERBS}
+    firsts = {verb.split()[0]: verb for verb in VERBS} | {flag: flag for flag in ("--version", "--help")}
     close = nearest(asked, inside) if inside else firsts.get(nearest(first, firsts), "")
     error = UsageError(
         f"there is no command 'palestra {asked}'",

@@ -1,10 +1,17 @@
-"""``palestra runs``: what lies in the runs folder. Reads records only, and imports nothing heavy."""
+"""``palestra runs``: what lies in the runs folder. Imports nothing heavy.
+
+Listing and showing read records only. Removing takes the run's lock first: what a
+process still writes is never removed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import os
+import shlex
+import shutil
+import sys
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from palestra.records.reader import RunReader
 
 _CURVE_COLUMNS = 40
+_CONTINUABLE = ("lost", "stopped", "failed")
 
 
 def default_runs_dir() -> Path:
@@ -135,7 +143,67 @@ def show_lines(reader: RunReader, path: Path) -> list[str]:
         lines.append(f"  curve     {sparkline(reward, _CURVE_COLUMNS)}")
     for step, _, complete in reader.checkpoints():
         lines.append(f"  saved     step {step}" + ("" if complete else "  (incomplete)"))
+    if reader.state().state in _CONTINUABLE:
+        lines.append(f"  next      the same command continues it: {_command_of(reader)}")
     return [safe(line) for line in lines]
+
+
+def _command_of(reader: RunReader) -> str:
+    """The command of the last attempt, as it was typed."""
+    attempts = reader.attempts()
+    argv = attempts[-1]["launch"].get("argv") if attempts else None
+    words = (
+        [str(word) for word in argv] if isinstance(argv, list) and argv else ["palestra", "train", "FILE.py"]
+    )
+    name = Path(words[0]).name
+    module = name == "__main__.py" or name == "palestra"
+    return shlex.join(["palestra", *words[1:]] if module else ["python", *words])
+
+
+def _remove_arguments(parser: argparse.ArgumentParser) -> None:
+    _show_arguments(parser)
+    parser.add_argument("--yes", action="store_true", help="remove without asking")
+
+
+def _remove(args: argparse.Namespace) -> int:
+    from palestra.records.files import disk_error
+    from palestra.records.folder import RunFolder
+
+    path = find_run(args.run, args.runs_dir or default_runs_dir())
+    if path.is_symlink():
+        raise UsageError(
+            f"{path} is a link, and only a run's own folder is removed", nearest=str(path.resolve())
+        )
+    size = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+    if not args.yes and not _agreed(f"remove {path} ({size / 1e6:.0f} MB, its checkpoints too)?", path):
+        print(f"kept {safe(str(path))}", file=sys.stderr)
+        return OK
+    folder = RunFolder.open(path, create=False)
+    folder.lock()  # refused where a process still runs it
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise disk_error("removing the run", path, error, started=False) from error
+    finally:
+        folder.unlock()
+    if args.json:
+        print_json({"removed": str(path), "bytes": size})
+    else:
+        print(f"removed {safe(str(path))} ({size / 1e6:.0f} MB)")
+    return OK
+
+
+def _agreed(question: str, path: Path) -> bool:
+    print(f"{safe(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        print(file=sys.stderr)
+        raise UsageError(
+            "nobody answered whether to remove the run",
+            expected="y, or the flag that answers before",
+            next_command=f"palestra runs rm {path.name} --yes",
+        )
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _summary_json(run: RunSummary) -> dict[str, Any]:
@@ -145,4 +213,10 @@ def _summary_json(run: RunSummary) -> dict[str, Any]:
 COMMANDS = {
     "list": Command("The runs in the runs folder.", _runs_dir_argument, _list),
     "show": Command("One run.", _show_arguments, _show, examples=("palestra runs show quickstart",)),
+    "rm": Command(
+        "Remove one run's folder: records and checkpoints. A run that is going on is refused.",
+        _remove_arguments,
+        _remove,
+        examples=("palestra runs rm quickstart", "palestra runs rm quickstart --yes"),
+    ),
 }

@@ -41,9 +41,16 @@ class Checkpoint:
 
 
 def committed(root: Path) -> list[Checkpoint]:
-    """The whole checkpoints below ``root``, oldest first."""
-    if not root.is_dir():
+    """The whole checkpoints below ``root``, oldest first. RecordError where ``root`` is no folder."""
+    if not root.exists():
         return []
+    if not root.is_dir():
+        raise RecordError(
+            f"{root.name} is a file, not the folder of this run's checkpoints",
+            where=str(root),
+            expected="the folder as the run made it",
+            next_command="put the folder back in its place; without one the run begins at its model again",
+        )
     found = [
         Checkpoint(int(folder.name), folder)
         for folder in root.iterdir()
@@ -54,7 +61,7 @@ def committed(root: Path) -> list[Checkpoint]:
 
 def sweep(root: Path) -> list[str]:
     """Remove what a killed run left half written; returns the names removed."""
-    if not root.is_dir():
+    if not root.exists():
         return []
     whole = {checkpoint.folder for checkpoint in committed(root)}
     rubbish = [folder for folder in root.iterdir() if folder.is_dir() and folder not in whole]

@@ -24,9 +24,21 @@ from palestra.records.schema import decode
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def disk_error(doing: str, path: Path, error: OSError) -> RecordError:
-    """The RecordError for an ``OSError`` met while ``doing`` something to ``path``."""
+def disk_error(doing: str, path: Path, error: OSError, *, started: bool = True) -> RecordError:
+    """The RecordError for an ``OSError`` met while ``doing`` something to ``path``.
+
+    Before anything was ``started`` a folder that refuses is wrong usage: another one is the way out.
+    """
     why = error.strerror or str(error)
+    if not started and error.errno not in _FULL:
+        refused = RecordError(
+            f"{doing} failed: {why}",
+            where=str(path),
+            expected="a folder this process may write to",
+            next_command="choose another place with --runs-dir DIR; nothing was started",
+        )
+        refused.exit_code = 2
+        return refused
     if error.errno not in _FULL:
         return RecordError(
             f"{doing} failed: {why}",

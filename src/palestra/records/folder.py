@@ -74,7 +74,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             replace(path / RUN_JSON, encode(info))
         except OSError as error:
-            raise disk_error("creating the run's folder", path, error) from error
+            raise disk_error("creating the run's folder", path, error, started=False) from error
         return cls(path, info)
 
     @property

@@ -153,7 +153,10 @@ class LivePanel:
             parts = [f"{name} {interval(found[name])}" for name in found]
             self._print(f"held-out {safe_text(str(said.get('when')), 20)}: {'  '.join(parts)}")
         elif kind == "state" and said.get("state") in ("starting", "starved"):
-            self._print(f"{safe_text(str(said['state']), 20)}: {safe_text(str(said.get('reason', '')))}")
+            reason = str(said.get("reason", ""))
+            if self._progress.abstain_reason and "abstained" in reason:
+                reason = reason.partition(":")[0]  # the step's own line says why
+            self._print(f"{safe_text(str(said['state']), 20)}: {safe_text(reason)}")
 
     def line(self, finished: StepLine) -> str:
         """One finished step as one line of plain text."""

@@ -65,6 +65,16 @@ def _training(reader: RunReader) -> list[str]:
     return lines
 
 
+def _lost_records(reader: RunReader) -> list[str]:
+    """What is missing from the records that the rest was read from."""
+    kept = reader.info().get("lost_records")
+    rows = [(row.get("attempt"), row.get("dropped"), row.get("why")) for row in kept or () if row]
+    if not rows:  # a killed attempt said it in its events only
+        told = {(e["attempt"], e["process"]): e.get("fields", {}) for e in reader.events("dropped")}
+        rows = [(attempt, said.get("count"), said.get("reason")) for (attempt, _), said in told.items()]
+    return [f"  records   incomplete: {n} dropped in attempt {attempt}: {why}" for attempt, n, why in rows]
+
+
 def summary_of(reader: RunReader) -> str:
     """The run's state, held-out results, training reward and newest checkpoint, one per line."""
     state, reason = reader.state()
@@ -85,6 +95,7 @@ def summary_of(reader: RunReader) -> str:
     done = [path for _, path, complete in reader.checkpoints() if complete]
     if done:
         lines.append(f"  model     {done[-1]}  (Hugging Face layout)")
+    lines += _lost_records(reader)
     if before and after:
         lines.append(f"  {verdict_sentence(before, after)}")
     return "\n".join(lines)
