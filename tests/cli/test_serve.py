@@ -335,3 +335,16 @@ def test_without_a_server_the_next_command_is_named(
     assert "next: palestra serve MODEL" in shown
     assert isinstance(COMMANDS["serve"].about, str)
     assert issubclass(ModelSourceError, PalestraError)
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat"])
+def test_help_loads_no_server_and_no_tensor_library(verb: str) -> None:
+    script = (
+        "import sys\nfrom palestra.cli.main import main\n"
+        "try:\n    main([sys.argv[1], '--help'])\nexcept SystemExit:\n    pass\n"
+        "print('loaded:', *sorted({'aiohttp', 'torch', 'openai', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, verb], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"

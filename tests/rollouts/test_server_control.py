@@ -198,6 +198,27 @@ async def test_what_an_engine_cannot_do_is_a_501_with_the_port_it_lacks(
     assert "this engine (FakeEngine) is no " in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "wild",
+    [
+        {"temperature": 1e-300}, {"temperature": 100}, {"top_k": 2**31}, {"top_p": 1e-300},
+        {"max_tokens": 2**53},
+        {"seed": -(2**63)}, {"logit_bias": {str(i): -100 for i in range(259)}}, {"logit_bias": {"258": 100}},
+        {"logit_bias": {"99999": 1}}, {"stop": ["\x00", "\U0010ffff"]}, {"session": "x" * 10_000},
+        {"min_tokens": 5, "max_tokens": 5},
+    ],
+    ids=lambda wild: str(wild)[:30],
+)  # fmt: skip
+async def test_no_setting_however_wild_breaks_the_engine_for_others(
+    wild: dict[str, Any], real: Served
+) -> None:
+    body = {"messages": USER, "max_tokens": 5, "n": 2, **wild}
+    status, answer = await real.post(CHAT, body)
+    assert status in (200, 400), answer
+    assert (await real.post(CHAT, {"messages": USER, "max_tokens": 2}))[0] == 200
+    assert (await real.get("/health"))[0] == 200
+
+
 # -- state and metrics
 
 

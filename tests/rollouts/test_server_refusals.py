@@ -49,6 +49,7 @@ def answering(tokenizer: Tokenizer) -> StepEngine:
         (CHAT, {"messages": USER, "max_tokens": 3, "min_tokens": 4}, None, "min_new_tokens must be in"),
         (CHAT, {"messages": USER, "stop": ""}, "stop", "a stop string is empty"),
         (CHAT, {"messages": USER, "stop": ["a", 3]}, "stop.1", "valid string"),
+        (CHAT, {"messages": USER, "stop": "x" * 2000}, "stop", "at most 1024 characters"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs", "less than"),
         (CHAT, {"messages": USER, "top_logprobs": 0}, "top_logprobs", "top_logprobs without logprobs"),
         (CHAT, {"messages": USER, "presence_penalty": 0.5}, "presence_penalty", "less than or equal to 0"),
@@ -188,13 +189,16 @@ async def test_a_failure_within_a_stream_is_an_event_and_no_end(tokenizer: Token
             await super().generate(request, on_token)
             raise EngineDead("killed half-way")
 
-    async with served(Breaks(["abc"], tokenizer), tokenizer) as server:
+    async with served(Breaks(lambda _: "abc", tokenizer), tokenizer) as server:
         events = await server.events(CHAT, {"messages": USER, "stream": True})
         assert events[-1]["error"]["status"] == 503
         assert "killed half-way" in events[-1]["error"]["message"]
         assert len(events) > 3
-        with pytest.raises(openai.InternalServerError, match="the engine is gone: killed half-way"):
-            await server.openai.chat.completions.create(model=MODEL, messages=USER)
+        _, health = await server.get("/health")
+        assert "the engine is gone: killed half-way" in health
+        server.engine.__class__ = StepEngine  # another replica took its place
+        assert (await server.post(CHAT, {"messages": USER}))[0] == 200
+        assert (await server.get("/health"))[0] == 200
 
 
 async def test_one_sample_that_fails_ends_the_others(tokenizer: Tokenizer) -> None:

@@ -25,23 +25,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="the server")
     parser.add_argument("--model", default="", help="model or adapter (default: the first that it serves)")
     parser.add_argument("--system", default="", help="a system message to begin with")
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer at most"
-    )
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one answer")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
     parser.add_argument("--token", default=os.environ.get("PALESTRA_TOKEN", ""), help="also PALESTRA_TOKEN")
 
 
 def _chat(args: argparse.Namespace) -> int:
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
-    model = args.model or _ask(f"{base}/models", args.token)["data"][0]["id"]
+    with _open(f"{base}/models", args.token, None) as response:
+        model = args.model or json.load(response)["data"][0]["id"]
+    settings = {"model": model, "stream": True}
+    settings |= {"max_tokens": args.max_tokens, "temperature": args.temperature}
     messages = [{"role": "system", "content": args.system}] if args.system else []
     for line in _lines():
         messages.append({"role": "user", "content": line})
         said = ""
-        asked = {"model": model, "messages": messages, "stream": True, "max_tokens": args.max_tokens,
-                 "temperature": args.temperature}  # fmt: skip
-        for piece in _pieces(f"{base}/chat/completions", args.token, asked):
+        for piece in _pieces(f"{base}/chat/completions", args.token, settings | {"messages": messages}):
             said += piece
             print(safe(piece), end="", flush=True)
         print()
@@ -54,14 +53,11 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield sys.stdin.read().strip()
         return
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            print()
-            return
-        if line.strip():
-            yield line
+    with suppress(EOFError):
+        while True:
+            if line := input("> ").strip():
+                yield line
+    print()
 
 
 def _pieces(url: str, token: str, body: dict[str, Any]) -> Iterator[str]:
@@ -77,11 +73,6 @@ def _pieces(url: str, token: str, body: dict[str, Any]) -> Iterator[str]:
                 yield choice["delta"].get("content") or ""
 
 
-def _ask(url: str, token: str) -> Any:
-    with _open(url, token, None) as response:
-        return json.load(response)
-
-
 def _open(url: str, token: str, body: dict[str, Any] | None) -> Any:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if body is None else json.dumps(body).encode()
@@ -89,13 +80,12 @@ def _open(url: str, token: str, body: dict[str, Any] | None) -> Any:
         return urllib.request.urlopen(urllib.request.Request(url, data, headers))
     except urllib.error.HTTPError as error:
         text = error.read().decode("utf-8", "replace")
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError):  # a proxy's page stays as it is
             text = json.loads(text)["error"]["message"]
         raise PalestraError(f"the server answered {error.code}: {text[:2000]}", where=url) from error
     except (OSError, ValueError) as error:
-        raise PalestraError(
-            f"no server answers: {error}", where=url, next_command="palestra serve MODEL"
-        ) from error
+        next_command = "palestra serve MODEL"
+        raise PalestraError(f"no server answers: {error}", where=url, next_command=next_command) from error
 
 
 COMMANDS = {
@@ -104,6 +94,6 @@ COMMANDS = {
         _arguments,
         _chat,
         json=False,
-        examples=("palestra chat", "echo 'What is 6 times 7?' | palestra chat http://127.0.0.1:8000"),
+        examples=("palestra chat", "echo 'What is 6 times 7?' | palestra chat"),
     )
 }

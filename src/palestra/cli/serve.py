@@ -55,6 +55,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--max-running", type=int, default=64, metavar="N", help="completions computed at once"
     )
     parser.add_argument("--context-tokens", type=int, default=0, metavar="N", help="0: the model's maximum")
+    parser.add_argument(
+        "--cache-mb", type=int, default=0, metavar="N", help="keys and values; 0: an eighth of free memory"
+    )
+    parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on this Unix socket and no port")
+    parser.add_argument(
+        "--wait-for-weights",
+        action="store_true",
+        help="serve nothing until weights come over /v1/palestra/stage",
+    )
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs are kept")
 
 
@@ -82,19 +91,24 @@ async def _run(args: argparse.Namespace, served: Served) -> int:
     engine = build_engine(served.folder, args)
     local, token = _access(args)
     name = args.name or served.name
-    app = build_app(engine, tokenizer, renderer, name, token=token, local_only=local)
+    # No page reaches a Unix socket, whatever its host is called.
+    local_only = local and args.uds is None
+    app = build_app(engine, tokenizer, renderer, name, token=token, local_only=local_only)
     runner, port = await _listen(app, args)
     ending = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.set)
     ended = asyncio.create_task(ending.wait())
-    started = asyncio.create_task(_start(engine, served, args.merge_adapter, adapters))
+    starting = _nothing() if args.wait_for_weights else _start(engine, served, args.merge_adapter, adapters)
+    started = asyncio.create_task(starting)
     try:
         await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
         if started.done():
             started.result()
-            _announce(f"{name} ({served.version})", args.host, port, token if token != args.token else "")
+            if not args.uds:
+                what = f"{name} ({served.version})"
+                _announce(what, args.host, port, token if token != args.token else "")
             await ended
     finally:
         started.cancel()
@@ -102,6 +116,10 @@ async def _run(args: argparse.Namespace, served: Served) -> int:
         await runner.cleanup()
         await engine.close()
     return OK
+
+
+async def _nothing() -> None:
+    """The weights come over the control plane."""
 
 
 async def _start(
@@ -126,10 +144,11 @@ async def _listen(app: web.Application, args: argparse.Namespace) -> tuple[Any, 
     from palestra.rollouts.server.app import run_app
 
     try:
-        return await run_app(app, args.host, args.port)
+        return await run_app(app, args.host, args.port, socket=args.uds)
     except OSError as error:
+        where = args.uds or f"{args.host} port {args.port}"
         raise PalestraError(
-            f"{args.host} port {args.port} cannot be listened on: {error.strerror or error}",
+            f"{where} cannot be listened on: {error.strerror or error}",
             expected="an address of this machine and a free port",
             next_command=f"palestra serve {args.model} --port 0",
         ) from error

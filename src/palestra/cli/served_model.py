@@ -109,6 +109,7 @@ def build_engine(folder: Path, args: argparse.Namespace) -> NativeEngine:
         threads=args.threads,
         max_running=args.max_running,
         context_tokens=args.context_tokens,
+        cache_mb=args.cache_mb,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 from palestra.errors import MissingExtraError, PalestraError, boundary, nearest
 
@@ -72,20 +73,21 @@ def build_app(
 
 
 async def run_app(
-    app: web.Application, host: str, port: int, *, grace_s: float = 5.0
+    app: web.Application, host: str, port: int, *, socket: Path | None = None, grace_s: float = 5.0
 ) -> tuple[web.AppRunner, int]:
-    """Listen; the runner, whose ``cleanup`` ends it, and the port. Raises OSError if it is taken.
+    """Listen; the runner, whose ``cleanup`` ends it, and the port (0 for a socket). OSError if it is taken.
 
     ``cleanup`` accepts nothing new and lets what runs go on for ``grace_s``.
     """
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        site = web.UnixSite(runner, str(socket)) if socket else web.TCPSite(runner, host, port)
+        await site.start()
     except OSError:
         await runner.cleanup()
         raise
-    return runner, int(runner.addresses[0][1])
+    return runner, 0 if socket else int(runner.addresses[0][1])
 
 
 async def models(serving: Serving, request: web.Request) -> web.Response:
@@ -104,8 +106,10 @@ async def model(serving: Serving, request: web.Request) -> web.Response:
 
 
 async def health(serving: Serving, request: web.Request) -> web.Response:
-    """200 exactly while a request could be answered."""
+    """200 exactly while a request could be answered, as far as the last one tells."""
     serving.check_serves()
+    if serving.dead:
+        raise Refusal(503, f"the engine is gone: {serving.dead}", code="engine_dead")
     return web.json_response({"status": "ok", "version": str(serving.engine.version)})
 
 

@@ -21,7 +21,7 @@ from palestra.rollouts.server.serving import Serving
 from palestra.types import Manifest, Version
 
 _Port = TypeVar("_Port")
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,199}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/#-]{0,199}$")]
 
 
 class NothingBody(Body):
@@ -103,6 +103,7 @@ async def stage(serving: Serving, request: web.Request) -> web.Response:
     starts = serving.engine.version is None
     take = serving.engine.start if starts else serving.engine.stage
     digest = await take(manifest, tensors.items())
+    serving.dead = "" if starts else serving.dead
     return _done(serving, digest=digest, staged=not starts)
 
 

@@ -24,6 +24,7 @@ MOST_CHOICES = 128
 
 _Model = TypeVar("_Model", bound="Body")
 Count = Annotated[int, Field(ge=0, le=2**53)]
+Stop = Annotated[str, Field(max_length=1024)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -44,7 +45,7 @@ class Sampled(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count = 0
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
@@ -112,7 +113,7 @@ class SamplingBody(Body):
     temperature: Annotated[Finite, Field(ge=0)] = 1.0
     top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: Annotated[list[Stop], Field(max_length=64)] = []
     stop_token_ids: list[Count] = []
     seed: int = 0
 

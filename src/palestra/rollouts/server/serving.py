@@ -74,7 +74,7 @@ class Serving:
     live: int = 0
     """Completions asked of the engine and not over."""
     dead: str = ""
-    """Why the engine is gone, once it has said so."""
+    """What the engine said when it was gone; empty again once it has answered."""
     answered: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     """Requests by route and status."""
 
@@ -107,9 +107,7 @@ class Serving:
         )
 
     def check_serves(self) -> None:
-        """Refuse (503) while there are no weights, or no engine any more."""
-        if self.dead:
-            raise Refusal(503, f"the engine is gone: {self.dead}", code="engine_dead")
+        """Refuse (503) while there are no weights."""
         if self.engine.version is None:
             raise Refusal(
                 503, "the engine holds no weights", code="not_ready",
@@ -174,6 +172,7 @@ class Serving:
                 for index, completion in enumerate(await whole):
                     if not tokens:
                         yield index, completion
+                self.dead = ""
             except EngineError as error:
                 self._explain(error, requests)
                 raise
