@@ -67,8 +67,7 @@ class ChildServer:
     async def ended(self) -> None:
         """Return when the server is gone, and its whole group with it."""
         await self._process.wait()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # only if the shell was killed before the group
+        self._kill()  # only if the shell was killed before the group
 
     async def stop(self, *, at_once: bool = False) -> None:
         """End the server, if need be by force; returns when it is gone."""
@@ -78,10 +77,20 @@ class ChildServer:
         if self._leash is not None and at_once:
             os.close(self._leash)
             self._leash = None
-        await self.ended()
+            self._kill()  # the guard does it too, unless it hangs itself
+        try:
+            async with asyncio.timeout(2 * GRACE_S):
+                await self.ended()
+        except TimeoutError:
+            self._kill()
+            await self.ended()
         if self._leash is not None:
             os.close(self._leash)
             self._leash = None
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def epitaph(self, what: str, next_command: str = "") -> EngineDead:
         """The error that says ``what`` and shows what the server printed about it (case 9)."""

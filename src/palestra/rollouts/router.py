@@ -226,7 +226,7 @@ class Router:
         """Bring a new or restarted engine to the serving version, prove it, and only then route to it.
 
         ``engine`` must be fresh (not started). Raises WeightsError if the proof is of another
-        version than the others serve, or fails; then the engine is not a member.
+        version than the others serve, or fails; then it is no member, and the caller's to close.
         """
         before = self._replicas.get(name)
         if before is not None and before.alive:

@@ -1,0 +1,208 @@
+"""Native engines in processes of their own, alone and behind the router: whole, killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny_lora import make_lora
+from palestra.errors import EngineError, WeightsError
+from palestra.rollouts.base import (
+    AdapterHost,
+    EngineDead,
+    GenerateRequest,
+    Pausable,
+    Sleeper,
+    VersionNotReady,
+)
+from palestra.rollouts.replica import ReplicaEngine
+from palestra.rollouts.router import Proof, Router
+from palestra.types import Manifest, SamplingParams, StopReason, Version
+from rollouts.conftest import Start
+from rollouts.support import Tiny, manifest_of, ragged_prompts
+
+pytestmark = pytest.mark.timeout(240)
+PROBE = (5, 6, 7, 8, 9)
+
+
+def replica(tiny: Tiny, **options: Any) -> ReplicaEngine:
+    return ReplicaEngine(tiny.folder, **{"dtype": "fp32", "threads": 1, "max_running": 8} | options)
+
+
+@pytest.fixture
+async def one(tiny: Tiny) -> AsyncIterator[ReplicaEngine]:
+    engine = replica(tiny)
+    await engine.start(manifest_of(tiny.tensors), tiny.tensors.items())
+    yield engine
+    await engine.close()
+
+
+def request(prompt: list[int], **params: Any) -> GenerateRequest:
+    return GenerateRequest(tuple(prompt), SamplingParams(**({"max_new_tokens": 12} | params)))
+
+
+def kill(engine: ReplicaEngine, number: int = signal.SIGKILL) -> None:
+    """The server itself, not the shells that guard it."""
+    assert engine._life is not None
+    group = engine._life._server.group
+    for pid in Path(f"/proc/{group}/task/{group}/children").read_text().split():
+        if Path(f"/proc/{pid}/exe").resolve().name.startswith("python"):
+            os.kill(int(pid), number)
+
+
+async def test_a_replica_says_what_the_engine_says(tiny: Tiny, one: ReplicaEngine, serve: Start) -> None:
+    """All of one life: tokens, scores, versions, adapters, pausing, a sync, sleep."""
+    here = await serve()
+    assert isinstance(one, Pausable)
+    assert isinstance(one, Sleeper)
+    assert isinstance(one, AdapterHost)
+    prompts = ragged_prompts(6, seed=50)
+    asked = [request(p, seed=i, top_k=20, temperature=0.8) for i, p in enumerate(prompts)]
+    heard: list[int] = []
+    listen: list[Any] = [lambda token, *_: heard.append(token), *[None] * 5]
+    theirs = await asyncio.gather(*map(one.generate, asked, listen))
+    ours = await asyncio.gather(*(here.generate(a) for a in asked))
+    assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+    assert [c.stop_reason for c in theirs] == [c.stop_reason for c in ours]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-6)
+    assert heard == list(theirs[0].token_ids)
+    assert await one.score(PROBE, SamplingParams(top_k=3)) == pytest.approx(
+        await here.score(PROBE, SamplingParams(top_k=3)), abs=1e-6
+    )
+    with pytest.raises(EngineError, match="holds token 999999"):
+        await one.generate(request([999_999]))
+    with pytest.raises(VersionNotReady):
+        await one.generate(GenerateRequest((1,), SamplingParams(), exact_version=3))
+
+    changed = tiny.changed(seed=1)
+    manifest = manifest_of(changed, 1)
+    running = asyncio.create_task(one.generate(request([1, 2], max_new_tokens=200)))
+    assert await one.stage(manifest, changed.items()) == manifest.digest
+    await one.commit(Version("test", 1))
+    assert one.version == Version("test", 1)
+    await here.stage(manifest, changed.items())
+    await here.commit(Version("test", 1))
+    assert await one.score(PROBE, SamplingParams()) == pytest.approx(
+        await here.score(PROBE, SamplingParams()), abs=1e-6
+    )
+    assert set((await running).versions) <= {0, 1}
+    with pytest.raises(WeightsError, match="cannot be committed"):
+        await one.commit(Version("test", 5))
+
+    config, parts = make_lora(tiny.tensors)
+    await one.load_adapter("maths", config, parts.items())
+    await here.load_adapter("maths", config, parts.items())
+    with_adapter = GenerateRequest((5, 6), SamplingParams(max_new_tokens=8, seed=3), adapter="maths")
+    assert (await one.generate(with_adapter)).token_ids == (await here.generate(with_adapter)).token_ids
+    with pytest.raises(EngineError, match="no adapter named 'math'"):
+        await one.generate(GenerateRequest((5,), SamplingParams(), adapter="math"))
+
+    await one.pause("abort")
+    await one.resume()
+    await one.sleep()
+    assert one.version is None
+    await one.start(manifest_of(changed, 2), changed.items())
+    assert one.version == Version("test", 2)
+    assert set((await one.generate(request([1]))).versions) == {2}
+
+
+async def test_a_cancelled_request_is_cancelled_in_the_process(one: ReplicaEngine) -> None:
+    job = asyncio.create_task(one.generate(request([1, 2], max_new_tokens=250)))
+    await asyncio.sleep(0.2)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    for _ in range(400):
+        state = await one._http.get("/v1/palestra/state", timeout_s=5)
+        if state["running"] == state["waiting"] == 0:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"it still runs: {state}")
+
+
+async def test_a_killed_process_fails_what_waits_with_its_last_words(one: ReplicaEngine) -> None:
+    """prime-rl PR#3020: a child failed and its traceback was never shown."""
+    job = asyncio.create_task(one.generate(request([1, 2], max_new_tokens=250)))
+    await asyncio.sleep(0.1)
+    kill(one)
+    with pytest.raises(EngineDead, match="the replica server ended") as caught:
+        await job
+    assert "exit status" in caught.value.detail
+    assert one.version is None
+    with pytest.raises(EngineDead):
+        await one.generate(request([1]))
+
+
+async def test_weights_that_are_not_the_manifests_never_serve(tiny: Tiny, one: ReplicaEngine) -> None:
+    """verl#7495, slime#1673: what the engine holds is what was published."""
+    other = tiny.changed(seed=2)
+    wrong = dict(other)
+    wrong["model.norm.weight"] = wrong["model.norm.weight"] + 1
+    with pytest.raises(WeightsError, match="not those its manifest announced"):
+        await one.stage(manifest_of(other, 1), wrong.items())
+    assert one.version == Version("test", 0)
+    assert (await one.generate(request([1], max_new_tokens=2))).stop_reason in StopReason
+
+
+async def test_behind_the_router_a_killed_replica_loses_no_request_and_joins_again_when_proven(
+    tiny: Tiny, serve: Start
+) -> None:
+    """A dead replica is found in seconds, its requests are sent again, a new one proves its version first."""
+    here = await serve()
+    router = Router({"a": replica(tiny), "b": replica(tiny)})
+    manifest: Manifest = manifest_of(tiny.tensors)
+    try:
+        await router.start(manifest, tiny.tensors.items())
+        logprobs = await router.score(PROBE, SamplingParams())
+        assert logprobs == pytest.approx(await here.score(PROBE, SamplingParams()), abs=1e-6)
+        prompts = ragged_prompts(40, seed=51)
+        jobs = [
+            asyncio.create_task(router.generate(request(p, seed=i, max_new_tokens=60)))
+            for i, p in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.3)
+        victim = router.replicas[0]
+        assert victim.outstanding > 0
+        kill(victim.engine)  # type: ignore[arg-type]
+        done = await asyncio.gather(*jobs)
+        ours = await asyncio.gather(
+            *(here.generate(request(p, seed=i, max_new_tokens=60)) for i, p in enumerate(prompts))
+        )
+        assert [c.token_ids for c in done] == [c.token_ids for c in ours]
+        assert router.resent > 0
+        assert not victim.alive
+        await router.remove("a").close()
+        proof = Proof(manifest, PROBE, logprobs, 1e-4)
+        unproven, off = replica(tiny), tuple(value - 1 for value in logprobs)
+        with pytest.raises(WeightsError, match="did not prove"):
+            await router.join("a", unproven, Proof(manifest, PROBE, off, 1e-4), tiny.tensors.items())
+        await unproven.close()
+        await router.join("a", replica(tiny), proof, tiny.tensors.items())
+        assert sorted(r.name for r in router.replicas if r.alive) == ["a", "b"]
+    finally:
+        await router.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guards", [False, True], ids=["server", "server and its guards"])
+async def test_a_frozen_process_is_found_and_ended(tiny: Tiny, guards: bool) -> None:
+    """A process that is stopped answers nothing and ends nothing: silence alone must be enough."""
+    engine = replica(tiny, silent_s=3)
+    await engine.start(manifest_of(tiny.tensors), tiny.tensors.items())
+    job = asyncio.create_task(engine.generate(request([1, 2], max_new_tokens=250)))
+    await asyncio.sleep(0.1)
+    kill(engine, signal.SIGSTOP)
+    if guards:
+        os.killpg(engine._life._server.group, signal.SIGSTOP)  # type: ignore[union-attr]
+    try:
+        with pytest.raises(EngineDead, match="has not answered for 3 s"):
+            await asyncio.wait_for(job, 60)
+    finally:
+        await engine.close()
