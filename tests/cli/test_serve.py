@@ -135,6 +135,7 @@ def test_a_model_without_a_template_has_no_renderer_unless_one_is_given(tmp_path
         (["./nowhere"], 3, ["the model folder ./nowhere does not exist"]),
         (["{model}", "--port", "70000"], 2, ["--port 70000", "0 to 65535"]),
         (["{model}", "--adapter", "maths"], 2, ["--adapter NAME=FOLDER"]),
+        (["{model}", "--adapter", "tiny=./x"], 2, ["that is the model's own name"]),
         (["{model}", "--adapter", "a=./nowhere", "--port", "0"], 3, ["no adapter_config.json"]),
         (["{model}", "--merge-adapter", "./nowhere", "--port", "0"], 3, ["no adapter_config.json"]),
         (["{model}", "--context-tokens", "99999"], 1, ["context_tokens is 99999"]),

@@ -91,6 +91,8 @@ async def _run(args: argparse.Namespace, served: Served) -> int:
     engine = build_engine(served.folder, args)
     local, token = _access(args)
     name = args.name or served.name
+    if name in dict(adapters):
+        raise UsageError(f"--adapter {name}=...: that is the model's own name", expected="another name")
     # No page reaches a Unix socket, whatever its host is called.
     local_only = local and args.uds is None
     app = build_app(engine, tokenizer, renderer, name, token=token, local_only=local_only)
