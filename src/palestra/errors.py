@@ -12,6 +12,7 @@ code, a wrong answer) are data and never pass through here.
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -91,8 +92,14 @@ class MissingExtraError(PalestraError):
         super().__init__(
             f"this needs the Python package {module!r}, which is not installed",
             expected=f"palestra installed with its {extra!r} extra",
-            next_command=f"pip install 'palestra[{extra}]'",
+            next_command=install_command(extra),
         )
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra into this very Python, whichever ``pip`` the shell would find."""
+    python = sys.executable.removeprefix(f"{Path.cwd()}/")
+    return f"{shlex.quote(python)} -m pip install 'palestra[{extra}]'"
 
 
 class TaskError(PalestraError):

@@ -305,7 +305,7 @@ _NESTED = (
     ("deadlines.reward_s", "deadlines.episode_s", "a reward is computed inside its episode"),
     ("deadlines.episode_s", "deadlines.step_s", "an episode runs inside its step"),
 )
-_PROGRAM = ("sandbox.time_s", "deadlines.episode_s", "a sandboxed program runs inside its episode")
+_PROGRAM = "a sandboxed program runs inside its episode"
 
 
 def _deadline_conflicts(values: Mapping[str, Any]) -> list[Conflict]:
@@ -313,16 +313,21 @@ def _deadline_conflicts(values: Mapping[str, Any]) -> list[Conflict]:
 
     A program's time counts where somebody set it: the default says nothing where there is no sandbox.
     """
+    timed = [(inner, inner, values[inner], outer, why) for inner, outer, why in _NESTED]
     own = getattr(values.get("environment"), "sandbox", None)
     if isinstance(own, SandboxSpec):  # it takes the place of the job's
-        values = {**values, "sandbox.time_s": own.time_s}
-    asked = values["sandbox.time_s"] != SandboxConfig().time_s
+        timed.append(
+            ("environment", "the environment's sandbox.time_s", own.time_s, "deadlines.episode_s", _PROGRAM)
+        )
+    elif values["sandbox.time_s"] != SandboxConfig().time_s:
+        key = "sandbox.time_s"
+        timed.append((key, key, values[key], "deadlines.episode_s", _PROGRAM))
     return [
         Conflict(
-            (inner, outer),
-            f"{inner} ({show(values[inner])} s) is not below {outer} ({show(values[outer])} s): {reason}; "
-            f"nearest: {inner} below {show(values[outer])}, or {outer} above {show(values[inner])}",
+            (key, outer),
+            f"{inner} ({show(inner_s)} s) is not below {outer} ({show(values[outer])} s): {why}; "
+            f"nearest: {inner} below {show(values[outer])}, or {outer} above {show(inner_s)}",
         )
-        for inner, outer, reason in (*_NESTED, *([_PROGRAM] if asked else []))
-        if not values[inner] < values[outer]
+        for key, inner, inner_s, outer, why in timed
+        if not inner_s < values[outer]
     ]

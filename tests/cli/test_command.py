@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from palestra.cli import codes
 from palestra.cli.command import Command, UsageError, error_json, execute, print_json, report, safe, table
 from palestra.cli.main import main
-from palestra.errors import ConfigError, MissingExtraError, RewardError
+from palestra.errors import ConfigError, MissingExtraError, RewardError, RunStopped, TrainerError
 
 
 def raising(error: BaseException) -> Command:
@@ -62,7 +62,8 @@ def test_json_output_is_strict_and_ascii(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(UsageError("x"), codes.USAGE), (ConfigError(["x"]), codes.USAGE), (RewardError("x"), codes.FAILED),
+    [(UsageError("x"), codes.USAGE), (ConfigError(["x"]), codes.USAGE), (RewardError("x"), codes.USAGE),
+     (TrainerError("x"), codes.FAILED),
      (MissingExtraError("torch", "torch"), codes.MISSING), (KeyboardInterrupt(), codes.INTERRUPTED)],
 )  # fmt: skip
 def test_every_known_failure_leaves_as_a_message_and_its_exit_code(
@@ -82,7 +83,7 @@ def test_a_defect_of_ours_is_not_dressed_up_as_the_users_mistake() -> None:
 
 def test_a_missing_extra_names_the_command_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(MissingExtraError("torch", "torch"), as_json=False, debug=False) == 3
-    assert "next: pip install 'palestra[torch]'" in capsys.readouterr().err
+    assert "-m pip install 'palestra[torch]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,33 @@ def test_quickstart_hands_its_words_to_the_recipe(
     monkeypatch.setattr(quickstart, "main", stand_in)
     assert main(["quickstart", *words]) == 4
     assert got == [asked]
+
+
+def test_a_word_too_many_behind_set_suggests_the_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "job.py", "--set", "steps", "5"]) == codes.USAGE
+    said = capsys.readouterr().err
+    assert "one word too many: '5'" in said
+    assert "nearest: --set steps=5" in said
+    assert main(["train", "job.py", "more"]) == codes.USAGE
+    assert "nearest" not in capsys.readouterr().err
+
+
+def test_a_misspelt_top_level_flag_has_a_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--verison"]) == codes.USAGE
+    assert "nearest: palestra --version" in capsys.readouterr().err
+
+
+def test_the_traceback_behind_a_stopped_run_is_shown_only_where_it_was_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped = RunStopped("no reward", where="job.py:3", detail="Traceback ...\n  inner frame")
+    assert report(stopped, as_json=False, debug=False) == codes.FAILED
+    said = capsys.readouterr().err
+    assert (
+        said
+        == "palestra: no reward\n  where: job.py:3\n  traceback: with --debug, and in the run's records\n"
+    )
+    report(stopped, as_json=False, debug=True)
+    assert "inner frame" in capsys.readouterr().err
+    report(stopped, as_json=True, debug=False)
+    assert "inner frame" in capsys.readouterr().out

