@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from helpers import fake_served as fake
 from helpers.tiny import make_tiny_model
 from palestra.errors import EngineError, WeightsError
 from palestra.models.tensors import load_tensors
-from palestra.rollouts import life
+from palestra.rollouts import handover, life
 from palestra.rollouts.base import (
     AdapterHost,
     EngineDead,
@@ -453,6 +454,53 @@ async def test_closing_ends_what_runs_and_leaves_no_process_and_no_file(start: S
     assert not home.exists()
     assert not staged.parent.exists()
     assert await gone(group)
+
+
+async def test_closing_while_it_comes_up_ends_the_start_at_once(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SERVER", "hang")
+    engine = await start(serve=False, startup_s=600.0)
+    manifest, tensors = version(folder, 0)
+    task = asyncio.create_task(engine.start(manifest, tensors.items()))
+    for _ in range(1000):
+        if engine._life is not None:
+            break
+        await asyncio.sleep(0.01)
+    home = engine._home
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await asyncio.wait_for(task, 10)
+    assert home is not None
+    assert not home.exists()
+
+
+async def test_a_stage_or_a_pause_that_is_cancelled_leaves_nothing_behind(
+    start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start()
+    monkeypatch.setattr(handover, "_SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    manifest, tensors = version(folder, 1)
+    staging = asyncio.create_task(engine.stage(manifest, tensors.items()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    staging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await staging
+    for _ in range(200):
+        await asyncio.sleep(0.02)
+        if not list(tmp_path.glob("palestra-*")):
+            break
+    assert not list(tmp_path.glob("palestra-*"))
+    running = asyncio.create_task(engine.generate(ask(max_new_tokens=200)))
+    await asyncio.sleep(0.05)
+    pausing = asyncio.create_task(engine.pause("drain"))
+    await asyncio.sleep(0.05)
+    pausing.cancel()
+    await asyncio.gather(pausing, return_exceptions=True)
+    assert len((await engine.generate(ask())).token_ids) == 6, "it is not paused"
+    assert len((await running).token_ids) == 200
 
 
 async def test_a_server_whose_guard_was_killed_is_ended_too(start: Start) -> None:

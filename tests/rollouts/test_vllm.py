@@ -78,6 +78,16 @@ class Served:
     async def ask(self, prompt: Sequence[int] = PROMPT, **sampling: object) -> Completion:
         return await self.engine.generate(GenerateRequest(tuple(prompt), SamplingParams(**sampling)))  # type: ignore[arg-type]
 
+    async def begun(
+        self, *, exact_version: int | None = None, **sampling: object
+    ) -> asyncio.Task[Completion]:
+        """A request that has sampled its first token."""
+        first = asyncio.Event()
+        request = GenerateRequest(PROMPT, SamplingParams(**sampling), exact_version=exact_version)  # type: ignore[arg-type]
+        task = asyncio.create_task(self.engine.generate(request, lambda *_: first.set()))
+        await first.wait()
+        return task
+
     def trained(self, tokens: Sequence[int], sampling: SamplingParams) -> tuple[float, ...]:
         """The trainer's logprobs of ``tokens[1:]`` under this sampling."""
         batch = replace(
@@ -202,7 +212,7 @@ async def test_a_turn_that_continues_another_computes_only_what_is_new(served: S
 
 async def test_a_cancelled_request_leaves_its_place(served: Served) -> None:
     tasks = [asyncio.create_task(served.ask(max_new_tokens=200, seed=i)) for i in range(20)]
-    await asyncio.sleep(0.5)
+    tasks.append(await served.begun(max_new_tokens=200))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -266,26 +276,24 @@ async def test_a_sync_that_changed_nothing_is_refused_and_a_sabotaged_load_is_fo
 
 
 async def test_a_request_may_ask_for_a_version(served: Served) -> None:
-    ask = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=150))
+    ask = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=5))
     with pytest.raises(VersionNotReady, match="at least version"):
         await served.engine.generate(replace(ask, min_version=served.number + 1))
     with pytest.raises(VersionNotReady):
         await served.engine.generate(replace(ask, exact_version=served.number + 1))
-    task = asyncio.create_task(served.engine.generate(replace(ask, exact_version=served.number)))
-    await asyncio.sleep(0.3)
-    await served.sync.serve(served.next())
+    version = served.next()
+    task = await served.begun(exact_version=served.number, max_new_tokens=200)
+    await served.sync.serve(version)
     with pytest.raises(VersionNotReady):
         await task
     assert (await served.ask(max_new_tokens=1)).versions == (served.number,)
 
 
 async def test_paused_requests_wait_while_weights_change_and_go_on_under_the_new(served: Served) -> None:
-    old = served.number
-    task = asyncio.create_task(served.ask(max_new_tokens=150, seed=6))
-    await asyncio.sleep(0.3)
+    old, version = served.number, served.next()
+    task = await served.begun(max_new_tokens=200, seed=6)
     await served.engine.pause()
     late = asyncio.create_task(served.ask(max_new_tokens=2))
-    version = served.next()
     manifest = full_manifest(version, served.trainer.export())
     assert await served.engine.stage(manifest, served.trainer.export()) == manifest.digest
     await served.engine.commit(version)
@@ -302,21 +310,11 @@ async def test_paused_requests_wait_while_weights_change_and_go_on_under_the_new
 
 
 async def test_pausing_with_abort_returns_what_there_is(served: Served) -> None:
-    heard: list[int] = []
-    begun = asyncio.Event()
-
-    def hear(token: int, _logprob: float, _version: int) -> None:
-        heard.append(token)
-        begun.set()
-
-    request = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, seed=7))
-    task = asyncio.create_task(served.engine.generate(request, hear))
-    await begun.wait()
+    task = await served.begun(max_new_tokens=200, seed=7)
     await served.engine.pause("abort")
     done = await task
     assert done.stop_reason is StopReason.ABORTED
     assert 1 <= len(done.token_ids) < 200
-    assert list(done.token_ids) == heard
     await served.engine.resume()
 
 
@@ -415,8 +413,9 @@ async def test_a_version_with_other_bytes_is_never_staged(served: Served) -> Non
 
 async def test_asleep_it_holds_nothing_and_wakes_with_the_weights_it_is_given(served: Served) -> None:
     """trl#5312, vllm#15254, vime PR#191 (cases 3, 26): old weights after waking, two copies while waking."""
-    tasks = [asyncio.create_task(served.ask(max_new_tokens=200, seed=i)) for i in range(12)]
-    await asyncio.sleep(0.3)
+    tasks = [await served.begun(max_new_tokens=200)]
+    tasks += [asyncio.create_task(served.ask(max_new_tokens=200, seed=i)) for i in range(30)]
+    await asyncio.sleep(0.05)
     group = _group(served)
     await served.engine.pause()
     await served.engine.sleep()
@@ -432,8 +431,9 @@ async def test_asleep_it_holds_nothing_and_wakes_with_the_weights_it_is_given(se
 
 async def test_a_killed_server_is_told_to_all_who_wait_with_its_last_words(served: Served) -> None:
     """prime-rl PR#3020 (case 9): a child failed and its output was never shown."""
-    tasks = [asyncio.create_task(served.ask(max_new_tokens=200, seed=i)) for i in range(12)]
-    await asyncio.sleep(0.3)
+    tasks = [await served.begun(max_new_tokens=200)]
+    tasks += [asyncio.create_task(served.ask(max_new_tokens=200, seed=i)) for i in range(30)]
+    await asyncio.sleep(0.05)
     group = _group(served)
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in _members(group)}
     server = next(

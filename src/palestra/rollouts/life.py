@@ -90,8 +90,10 @@ class ServerLife:
         return self.dead
 
     async def stop(self) -> None:
-        """End the server; requests under way raise Broken."""
+        """End the server; requests under way raise Broken, and who waits for it to come up EngineDead."""
         self._watcher.cancel()
+        self._dead = self._dead or EngineDead("the engine was closed")
+        self._death.set()
         await self.client.close()
         await self._server.stop()
 

@@ -18,7 +18,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -211,6 +211,7 @@ class ServedEngine(ABC):
                     "the engine has been started already", expected="stage and commit from here on"
                 )
             self._open.clear()
+            file = None
             try:
                 self._home = Path(tempfile.mkdtemp(prefix=f"palestra-{self.kind}-"))
                 file, digest = await self._written(manifest, tensors)
@@ -219,10 +220,11 @@ class ServedEngine(ABC):
                 self._life = ServerLife(self.kind, server, client, self._beats, self._mourn, self._silent_s)
                 await self._life.come_up(self._startup_s)
                 await self._adopt(manifest.version)
-                self._discard(file)
             except BaseException:
                 await self._drop()
                 raise
+            finally:
+                self._discard(file)
             self._version = manifest.version
             self._open.set()
             return digest
@@ -263,6 +265,9 @@ class ServedEngine(ABC):
         async with self._update:
             self._check_serving(None)
             file, digest = await self._written(manifest, tensors)
+            if self._life is None:  # closed meanwhile
+                self._discard(file)
+            self._check_serving(None)
             if self._staged is not None:
                 self._discard(self._staged[1])
             self._staged = (manifest, file)
@@ -325,7 +330,14 @@ class ServedEngine(ABC):
         async with self._update:
             self._check_serving(None)
             self._open.clear()
-            await self._surviving(lambda: self._hold(mode))
+            try:
+                await self._surviving(lambda: self._hold(mode))
+            except BaseException:
+                if not self._paused:
+                    with suppress(EngineError):
+                        await self._go()
+                    self._open.set()
+                raise
             self._paused = True
 
     async def resume(self) -> None:
@@ -518,21 +530,28 @@ class ServedEngine(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
-        return await asyncio.to_thread(write)
+        writing = asyncio.ensure_future(asyncio.to_thread(write))
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:  # the thread goes on: what it writes is nobody's
+            writing.add_done_callback(lambda done: done.exception() or self._discard(done.result()[0]))
+            raise
 
-    def _discard(self, file: Path) -> None:
-        shutil.rmtree(file.parent, ignore_errors=True)
+    def _discard(self, file: Path | None) -> None:
+        if file is not None:
+            shutil.rmtree(file.parent, ignore_errors=True)
 
     async def _drop(self) -> None:
         """End the server and everything of it; of one that died the log stays."""
         self._version = None
         life, self._life = self._life, None
+        died = life is not None and life.dead is not None
         if life is not None:
             await life.stop()
         if self._staged is not None:
             self._discard(self._staged[1])
             self._staged = None
-        if self._home is not None and (life is None or life.dead is None):
+        if self._home is not None and not died:
             shutil.rmtree(self._home, ignore_errors=True)
         self._home = None
         self._adapters.clear()
