@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
+from palestra import errors
 from palestra.errors import (
     ConfigError,
     EngineError,
@@ -112,3 +115,28 @@ def test_a_traceback_holds_its_causes() -> None:
         text = traceback_of(error)
     assert "first" in text
     assert "second" in text
+
+
+def test_where_is_the_users_own_line_even_if_a_library_raised() -> None:
+    with pytest.raises(RewardError) as caught, boundary(Boundary.REWARD, "the reward"):
+        json.loads("not json")
+    assert caught.value.where.startswith(f"{__file__}:")
+    assert "decoder.py" in caught.value.detail, "the whole way down stays in the detail"
+
+
+def test_a_folder_beside_ours_is_the_users() -> None:
+    ours = Path(errors.__file__).parent
+    assert not errors.is_users(str(ours / "run.py"))
+    assert errors.is_users(f"{ours}_jobs/job.py")
+    assert not errors.is_users(json.__file__)
+    assert not errors.is_users(pytest.__file__)
+
+
+def test_what_installs_an_extra_names_the_python_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", f"{tmp_path}/.venv/bin/python")
+    assert errors.install_command("hub") == ".venv/bin/python -m pip install 'palestra[hub]'"
+    monkeypatch.setattr("sys.executable", "/opt/my python/bin/python")
+    assert errors.install_command("hub").startswith("'/opt/my python/bin/python' -m pip")

@@ -443,3 +443,23 @@ def test_layers_without_a_job_give_what_they_say_by_themselves() -> None:
     assert found.values["steps"] == 3
     assert "model" not in found.values
     assert tomllib.loads(f"v = {toml_text(found.values['optimizer.epsilon'])}")["v"] == 1e-8
+
+
+# --- what a wrong name most likely meant --------------------------------------------------------------
+
+
+def test_a_wrong_section_is_one_problem_whatever_it_holds() -> None:
+    said = one_problem(toml="[trainr]\nmicro_batch_tokens = 1\ndtype = 'fp32'\n")
+    assert said.startswith("trainr: no such setting (from settings.toml:1); nearest: trainer")
+    both = problems(toml="[trainr]\ndtype = 'fp32'\n[trainer]\ndtyp = 'fp32'\n")
+    assert len(both) == 2, "another section's mistakes are still said"
+
+
+def test_a_reward_in_a_file_points_at_the_environment() -> None:
+    said = one_problem(toml="reward = 3\n")
+    assert said.endswith("nearest: environment")
+
+
+def test_a_setting_without_its_section_is_found_by_its_own_name() -> None:
+    assert one_problem(toml="episode_seconds = 3\n").endswith("nearest: deadlines.episode_s")
+    assert one_problem(toml="stepz = 3\n").endswith("nearest: steps")

