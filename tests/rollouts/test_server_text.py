@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from palestra.rollouts.native.stop import StopChecker
@@ -172,6 +172,8 @@ MESSAGES = [
 
 
 @given(st.sampled_from(MESSAGES), st.lists(st.integers(0, 200), max_size=12), st.booleans())
+@example(f" \n{CALL} then", [3], True)
+@settings(max_examples=400)
 def test_a_streamed_message_is_the_message(text: str, places: list[int], offered: bool) -> None:
     names = {"weather"} if offered else set[str]()
     streamed = ToolText(names)

@@ -32,7 +32,7 @@ class ToolText:
         """``names`` of the tools on offer; with none, everything is text."""
         self._names = names
         self._held = ""
-        self._begun = False
+        self._said = False
         self._calling = False
 
     def push(self, text: str) -> str:
@@ -42,19 +42,17 @@ class ToolText:
         self._held += text
         if self._calling:
             return ""
-        if not self._begun:
+        if not self._said:
             start = self._held.lstrip()
-            if not start or _PYTHON_TAG.startswith(start):
-                return ""
-            self._begun = True
-            self._calling = start[0] == "{" or start.startswith(_PYTHON_TAG)
-            if self._calling:
+            self._calling = start.startswith(("{", _PYTHON_TAG))
+            if self._calling or _PYTHON_TAG.startswith(start):
                 return ""
         place = self._held.find(OPEN)
         self._calling = place >= 0
-        sure = len(self._held) - _overlap(self._held) if place < 0 else place
-        if self._calling and not self._held[:place].strip():
-            sure = 0  # blanks before a call are not text
+        sure = place if self._calling else len(self._held) - _overlap(self._held)
+        if not self._said and not self._held[:sure].strip():
+            return ""  # blanks before a call are not text
+        self._said = True
         given, self._held = self._held[:sure], self._held[sure:]
         return given
 
