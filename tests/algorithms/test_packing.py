@@ -194,7 +194,8 @@ def test_a_partition_says_which_row_of_the_batch_each_target_was(seed: int, max_
     assert sorted(row for part in parts for row in part.target_rows) == list(range(batch.target_count))
     for part in parts:
         assert part.batch.old_logprobs_N is not None
-        for column in ("targets_N", "weights_N", "sampler_logprobs_N", "sequence_ids_N", "old_logprobs_N"):
+        for column in ("targets_N", "weights_N", "sampler_logprobs_N", "sequence_ids_N", "old_logprobs_N",
+                       "ref_logprobs_N", "kl_weights_N"):  # fmt: skip
             whole = getattr(shuffled, column)
             assert list(getattr(part.batch, column)) == [whole[row] for row in part.target_rows]
 
@@ -209,8 +210,67 @@ def _reversed_targets(batch: Batch) -> Batch:
         name: getattr(batch, name)
         for name in ("tokens_T", "positions_T", "segment_ids_T", "segment_parents_S")
     }
-    old = array("f", [-float(n) for n in range(batch.target_count)])
-    return Batch(**tokens, **columns, old_logprobs_N=old)
+    old, ref, kl = (array("f", [-scale * n for n in range(batch.target_count)]) for scale in (1.0, 2.0, 3.0))
+    return Batch(**tokens, **columns, old_logprobs_N=old, ref_logprobs_N=ref, kl_weights_N=kl)
+
+
+def test_each_sampled_token_may_have_an_advantage_of_its_own() -> None:
+    a = trajectory("a", [((1,), False), ((2, 3), True), ((4,), False), ((5,), True)])
+    b = trajectory("b", [((1,), False), ((2,), True)])
+    batch = pack([group(a, b)], {"a": [1.0, 0.0, -2.0], "b": 0.5}, SAMPLING)
+    assert batch is not None
+    assert list(batch.targets_N) == [2, 3, 5, 2]
+    assert list(batch.weights_N) == pytest.approx([1 / 4, 0.0, -2 / 4, 0.5 / 4])
+
+
+def test_a_trajectory_whose_every_token_has_advantage_zero_is_left_out_of_the_batch_and_counts() -> None:
+    a = trajectory("a", [((1,), False), ((2, 3), True)])
+    b = trajectory("b", [((1,), False), ((2,), True)])
+    batch = pack([group(a, b)], {"a": [0.0, 0.0], "b": [1.0]}, SAMPLING)
+    assert batch is not None
+    assert list(batch.weights_N) == pytest.approx([1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        ([1.0], "a has 2 sampled tokens and advantages for 1"),
+        ([1.0, 2.0, 3.0], "advantages for 3"),
+        ([], "advantages for 0"),
+        ([1.0, float("nan")], "advantage of trajectory a is not finite"),
+    ],
+)
+def test_advantages_by_token_must_fit_the_trajectory(advantage: list[float], message: str) -> None:
+    made = trajectory("a", [((1,), False), ((2, 3), True)])
+    with pytest.raises(ValueError, match=message):
+        pack([group(made)], {"a": advantage}, SAMPLING)
+
+
+@given(seeds)
+def test_one_advantage_and_the_same_for_every_token_are_one_batch(seed: int) -> None:
+    groups = random_groups(seed)
+    advantages = random_advantages(groups, seed)
+    counts = {t.id: t.sampled_count for g in groups for t in g.rewarded}
+    by_token = {name: [value] * counts[name] for name, value in advantages.items()}
+    assert pack(groups, by_token, SAMPLING) == pack(groups, advantages, SAMPLING)
+
+
+def test_what_is_left_out_counts_nowhere() -> None:
+    a = trajectory("a", [((1,), False), ((2, 3), True)])
+    b = trajectory("b", [((1,), False), ((2,), True)])
+    alone = pack([group(b)], {"b": 1.0}, SAMPLING)
+    assert pack([group(a, b)], {"a": 5.0, "b": 1.0}, SAMPLING, left_out={"a"}) == alone
+    assert pack([group(a)], {"a": 5.0}, SAMPLING, left_out={"a"}, kl=True) is None
+
+
+def test_for_a_kl_term_what_has_no_advantage_stays_and_every_target_has_its_normaliser() -> None:
+    a = trajectory("a", [((1,), False), ((2, 3), True)])
+    b = trajectory("b", [((1,), False), ((2,), True)])
+    batch = pack([group(a, b)], {"a": 0.0, "b": -2.0}, SAMPLING, aggregate="sequence", kl=True)
+    assert batch is not None
+    assert list(batch.weights_N) == pytest.approx([0.0, 0.0, -1.0])
+    assert batch.kl_weights_N is not None
+    assert list(batch.kl_weights_N) == pytest.approx([0.25, 0.25, 0.5])
 
 
 def test_a_micro_batch_of_no_tokens_is_refused() -> None:
