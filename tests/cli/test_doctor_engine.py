@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,15 @@ from palestra.cli.doctor import Check
 from palestra.cli.doctor_engine import findings, parity
 from palestra.cli.main import main
 from palestra.rollouts.vllm import default_python
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_the_dead_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``tmp_path`` comes first: pytest's own folder must not lie in the one that goes."""
+    short = tempfile.mkdtemp(prefix="p-")  # a socket's path has 108 bytes at most
+    monkeypatch.setattr(tempfile, "tempdir", short)
+    yield
+    shutil.rmtree(short)
 
 
 def test_an_engine_that_does_not_exist_is_a_usage_error_with_the_nearest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,9 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=KINDS)
-async def start(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts an engine of each kind at version run@0; closed at the end."""
+async def start(
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Start]:
+    """Starts an engine of each kind at version run@0; closed at the end, with the logs of those that died."""
     engines: list[ServedEngine] = []
+    short = tempfile.mkdtemp(prefix="p-")  # a socket's path has 108 bytes at most
+    monkeypatch.setattr(tempfile, "tempdir", short)
     python = fake.make_python(tmp_path)
 
     async def started(*, serve: bool = True, **options: Any) -> ServedEngine:
@@ -64,6 +69,7 @@ async def start(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) ->
     yield started
     for engine in engines:
         await engine.close()
+    shutil.rmtree(short)
 
 
 def version(folder: Path, number: int) -> tuple[Manifest, dict[str, Tensor]]:
@@ -514,7 +520,8 @@ async def test_a_server_whose_guard_was_killed_is_ended_too(start: Start) -> Non
 
 
 async def test_when_this_process_is_killed_no_server_is_left(folder: Path, tmp_path: Path) -> None:
-    """The parent gets no chance to clean up: kill -9."""
+    """The parent gets no chance to clean up its files: kill -9. Its processes go all the same."""
+    short = tempfile.mkdtemp(prefix="p-")
     python = fake.make_python(tmp_path)
     script = f"""
 import asyncio, sys
@@ -531,7 +538,7 @@ async def main():
 asyncio.run(main())
 """
     parent = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": short}
     )
     assert parent.stdout is not None
     group = int(parent.stdout.readline())
@@ -539,6 +546,7 @@ asyncio.run(main())
     parent.kill()
     parent.wait()
     assert await gone(group)
+    shutil.rmtree(short)
 
 
 def members(group: int) -> list[int]:

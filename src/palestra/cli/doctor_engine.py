@@ -61,7 +61,10 @@ def parity(python: Path) -> Check:
     except PalestraError as error:
         last = error.detail.strip().splitlines()
         said = f"{error.what}{': ' + last[0] if last else ''}"
-        return Check("engine parity", "fail", said, error.next_command or "read the engine's log")
+        where = f" (its log: {error.where})" if error.where else ""
+        return Check(
+            "engine parity", "fail", said + where, error.next_command or "palestra doctor --engine vllm"
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     first, second = reports
