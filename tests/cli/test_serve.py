@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -231,6 +232,48 @@ def test_a_run_is_served_to_holders_of_a_made_up_token_beyond_loopback(run: Path
         with urllib.request.urlopen(asked) as response:
             (row,) = json.load(response)["data"]
         assert (row["id"], row["version"]) == ("maths", "maths@20")
+
+
+def replicas_of(pid: int) -> list[int]:
+    """The server processes below ``pid``."""
+    found: list[int] = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        python = Path(f"/proc/{child}/exe").resolve().name.startswith("python")
+        found += [int(child)] if python and b"--wait-for-weights" in words else []
+        found += replicas_of(int(child))
+    return found
+
+
+def test_one_of_several_replicas_may_be_killed_and_is_replaced(model: Path) -> None:
+    """A dead replica is found in seconds, its requests go elsewhere, a new one serves once it is proven."""
+    with serving(str(model), "--port", "0", "--replicas", "2") as (process, url):
+        first = replicas_of(process.pid)
+        assert len(first) == 2
+
+        def asked() -> int:
+            body = json.dumps({"prompt": [5, 6], "max_tokens": 4, "return_token_ids": True}).encode()
+            wanted = urllib.request.Request(
+                f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(wanted, timeout=60) as response:
+                return len(json.load(response)["choices"][0]["token_ids"])
+
+        assert asked() > 0
+        os.kill(first[0], signal.SIGKILL)
+        assert [asked() > 0 for _ in range(4)] == [True] * 4
+        for _ in range(600):
+            now = replicas_of(process.pid)
+            if len(now) == 2 and first[0] not in now:
+                break
+            time.sleep(0.1)
+        assert first[1] in now
+        assert len(now) == 2
+        assert asked() > 0
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert not [pid for pid in now if Path(f"/proc/{pid}").exists()], "nothing outlives the server"
 
 
 # -- chat

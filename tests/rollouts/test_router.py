@@ -10,6 +10,7 @@ import pytest
 
 from palestra.errors import EngineError, WeightsError
 from palestra.rollouts.base import (
+    AdapterHost,
     Engine,
     EngineDead,
     EngineStats,
@@ -20,7 +21,7 @@ from palestra.rollouts.base import (
     Sleeper,
     VersionNotReady,
 )
-from palestra.rollouts.router import RESENDS, SLACK_TOKENS, Proof, Router
+from palestra.rollouts.router import RESENDS, SLACK_TOKENS, Proof, Router, keep_replicas
 from palestra.types import Completion, Manifest, SamplingParams, StopReason, TensorEntry, Version
 
 
@@ -45,6 +46,7 @@ class Replica:
         self.paused: list[str] = []
         self.closed = False
         self.scores = 0
+        self.loaded: dict[str, list[str]] = {}
         self._version: Version | None = None
         self._staged: Version | None = None
         self._death = asyncio.Event()
@@ -106,6 +108,17 @@ class Replica:
 
     async def sleep(self) -> None:
         self._version = None
+
+    async def load_adapter(self, name: str, config: Any, tensors: Iterable[tuple[str, Any]]) -> None:
+        self._check()
+        self.loaded[name] = [tensor for tensor, _ in tensors]
+
+    async def drop_adapter(self, name: str) -> None:
+        del self.loaded[name]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(sorted(self.loaded))
 
     async def close(self) -> None:
         self.closed = True
@@ -471,3 +484,38 @@ async def test_cancelling_a_request_cancels_it_on_its_replica_and_frees_its_shar
     with pytest.raises(asyncio.CancelledError):
         await job
     assert router.replicas[0].outstanding == 0
+
+
+async def test_an_adapter_is_served_once_every_living_replica_has_it() -> None:
+    a, b = Replica(), Replica()
+    router = await routed(a, b)
+    assert isinstance(router, AdapterHost)
+    await router.load_adapter("maths", {}, iter([("A", None), ("B", None)]))  # type: ignore[list-item]
+    assert a.loaded == b.loaded == {"maths": ["A", "B"]}
+    b.loaded["other"] = []
+    assert router.adapters == ("maths",)
+    await router.drop_adapter("maths")
+    assert router.adapters == ()
+
+
+async def test_lost_replicas_are_replaced_by_ones_that_prove_themselves() -> None:
+    a, b = Replica(), Replica()
+    router = await routed(a, b)
+    made = [Replica(offset=1.0), Replica(), Replica()]
+    waiting = list(made)
+    keeping = asyncio.create_task(keep_replicas(router, lambda: waiting.pop(0), PROOF, list, every_s=0.001))
+    a.kill()
+    while not a.asked:
+        await router.generate(request())
+    for _ in range(1000):
+        await asyncio.sleep(0.001)
+        if all(replica.alive for replica in router.replicas):
+            break
+    assert {replica.name: replica.engine for replica in router.replicas} == {"a": made[1], "b": b}
+    assert made[0].closed, "the one that proved nothing is closed"
+    assert a.closed
+    assert not made[1].closed
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert len(waiting) == 1

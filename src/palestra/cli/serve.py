@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from palestra.cli.served_model import Served
     from palestra.rollouts.native.engine import NativeEngine
+    from palestra.rollouts.router import Proof, Router
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +59,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-mb", type=int, default=0, metavar="N", help="keys and values; 0: an eighth of free memory"
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines in processes of their own, if more than 1",
+    )
     parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on this Unix socket and no port")
     parser.add_argument(
         "--wait-for-weights",
@@ -74,6 +82,8 @@ def _serve(args: argparse.Namespace) -> int:
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port {args.port}", expected="0 to 65535")
+    if args.replicas < 1 or (args.replicas > 1 and args.wait_for_weights):
+        raise UsageError(f"--replicas {args.replicas}", expected="1 or more; 1 with --wait-for-weights")
     return asyncio.run(_run(args, find_served(args.model, args.runs_dir)))
 
 
@@ -104,17 +114,21 @@ async def _run(args: argparse.Namespace, served: Served) -> int:
     ended = asyncio.create_task(ending.wait())
     starting = _nothing() if args.wait_for_weights else _start(engine, served, args.merge_adapter, adapters)
     started = asyncio.create_task(starting)
+    keeping: asyncio.Task[None] | None = None
     try:
         await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
         if started.done():
-            started.result()
+            proof = started.result()
+            keeping = asyncio.create_task(_keep(engine, served, args, proof))
             if not args.uds:
                 what = f"{name} ({served.version})"
                 _announce(what, args.host, port, token if token != args.token else "")
             await ended
     finally:
-        started.cancel()
-        await asyncio.gather(started, return_exceptions=True)
+        tasks = [task for task in (started, keeping) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await runner.cleanup()
         await engine.close()
     return OK
@@ -124,21 +138,45 @@ async def _nothing() -> None:
     """The weights come over the control plane."""
 
 
-async def _start(
-    engine: NativeEngine, served: Served, merge: Path | None, adapters: list[tuple[str, Path]]
+async def _keep(
+    engine: NativeEngine | Router, served: Served, args: argparse.Namespace, proof: Proof | None
 ) -> None:
+    """Replace replicas that die. One with adapters is not replaced: a newcomer would not have them."""
+    from palestra.cli.served_model import build_replica, load_weights
+    from palestra.rollouts.router import Router, keep_replicas
+
+    if isinstance(engine, Router) and proof is not None and not args.adapter:
+        await keep_replicas(
+            engine,
+            lambda: build_replica(served.folder, args),
+            proof,
+            lambda: load_weights(served.folder, args.merge_adapter).items(),
+        )
+
+
+async def _start(
+    engine: NativeEngine | Router, served: Served, merge: Path | None, adapters: list[tuple[str, Path]]
+) -> Proof | None:
+    """Load weights and adapters; of several replicas, what one that joins later must prove."""
     import asyncio
 
     from palestra.cli.served_model import load_weights
     from palestra.models.lora import read_adapter
+    from palestra.rollouts.router import Proof, Router
+    from palestra.types import SamplingParams
     from palestra.weights.manifests import full_manifest
 
     tensors = await asyncio.to_thread(load_weights, served.folder, merge)
     manifest = await asyncio.to_thread(full_manifest, served.version, tensors.items())
     await engine.start(manifest, tensors.items())
+    proof = None
+    if isinstance(engine, Router):
+        probe = tuple(range(2, 18))
+        proof = Proof(manifest, probe, await engine.score(probe, SamplingParams()), engine.agreement)
     for name, folder in adapters:
         config, parts = await asyncio.to_thread(read_adapter, folder)
         await engine.load_adapter(name, config, parts.items())
+    return proof
 
 
 async def _listen(app: web.Application, args: argparse.Namespace) -> tuple[Any, int]:

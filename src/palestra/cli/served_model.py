@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from palestra.models.tokenizer import Tokenizer
     from palestra.rollouts.native.engine import NativeEngine
+    from palestra.rollouts.replica import ReplicaEngine
+    from palestra.rollouts.router import Router
     from palestra.rollouts.server.serving import Renderer
 
 _CHECKPOINTS = "checkpoints"
@@ -98,15 +100,34 @@ def _version(name: str, number: int) -> Version:
     return Version(re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-") or "model", number)
 
 
-def build_engine(folder: Path, args: argparse.Namespace) -> NativeEngine:
-    """An engine for ``folder`` that has not been started."""
+def build_engine(folder: Path, args: argparse.Namespace) -> NativeEngine | Router:
+    """An engine for ``folder`` that has not been started; a router where several are asked for."""
     from palestra.models.dtypes import resolve_dtype
     from palestra.rollouts.native.engine import NativeEngine
+    from palestra.rollouts.router import Router
 
+    if args.replicas > 1:
+        return Router({f"replica-{i}": build_replica(folder, args) for i in range(args.replicas)})
     return NativeEngine(
         folder,
         dtype=resolve_dtype(args.dtype),
         threads=args.threads,
+        max_running=args.max_running,
+        context_tokens=args.context_tokens,
+        cache_mb=args.cache_mb,
+    )
+
+
+def build_replica(folder: Path, args: argparse.Namespace) -> ReplicaEngine:
+    """One of several engines in processes of their own, with its share of the cores."""
+    from palestra.models.dtypes import resolve_dtype
+    from palestra.rollouts.native.threads import available_cores
+    from palestra.rollouts.replica import ReplicaEngine
+
+    return ReplicaEngine(
+        folder,
+        dtype=resolve_dtype(args.dtype),
+        threads=args.threads or max(1, available_cores() // args.replicas),
         max_running=args.max_running,
         context_tokens=args.context_tokens,
         cache_mb=args.cache_mb,

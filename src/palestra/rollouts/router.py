@@ -12,15 +12,17 @@ digest and probe in ``join``. A dead replica stays out until it joins again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from palestra.errors import EngineError, PalestraError, WeightsError
 from palestra.rollouts.base import (
+    AdapterHost,
     Engine,
     EngineDead,
     EngineStats,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
 
 SESSIONS = 100_000
 """Sessions whose replica is remembered, the most recent ones."""
@@ -77,7 +80,7 @@ class Replica:
 
 
 class Router:
-    """Implements `palestra.rollouts.base.Engine`, `Pausable` and `Sleeper` over replicas of one model."""
+    """Implements `Engine`, `Pausable`, `Sleeper` and `AdapterHost` over replicas of one model."""
 
     def __init__(
         self, replicas: Mapping[str, Engine], *, agreement: float = 1e-3, proof_s: float = 60.0
@@ -89,7 +92,7 @@ class Router:
         if not replicas:
             raise EngineError("a router needs at least one replica")
         self._replicas = {name: Replica(name, engine) for name, engine in replicas.items()}
-        self._agreement = agreement
+        self.agreement = agreement
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._proof_s = proof_s
         self._proven = asyncio.Event()
@@ -153,10 +156,10 @@ class Router:
         first = next(iter(found.values()))
         for name, logprobs in found.items():
             gap = _gap(first, logprobs)
-            if gap > self._agreement:
+            if gap > self.agreement:
                 raise WeightsError(
                     f"replica {name} disagrees with {next(iter(found))} by {gap:.3g} on a probe logprob",
-                    expected=f"at most {self._agreement:g}: they hold the same weights",
+                    expected=f"at most {self.agreement:g}: they hold the same weights",
                     next_command="replace the replica that is wrong, or sync again",
                 )
         for replica in living:
@@ -217,6 +220,24 @@ class Router:
         await self._each("sleep", lambda r: _sleeper(r).sleep())
         self._served = None
         self._unprove()
+
+    # -- adapters
+
+    async def load_adapter(
+        self, name: str, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Load it on every living replica; requests may name it once all have it."""
+        held = list(tensors)
+        await self._each("loading an adapter", lambda r: _host(r).load_adapter(name, config, held))
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._each("dropping an adapter", lambda r: _host(r).drop_adapter(name))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that every living replica knows."""
+        known = [set(r.engine.adapters) for r in self._living() if isinstance(r.engine, AdapterHost)]
+        return tuple(sorted(set.intersection(*known))) if known else ()
 
     # -- members
 
@@ -396,6 +417,43 @@ def _sleeper(replica: Replica) -> Sleeper:
     if not isinstance(replica.engine, Sleeper):
         raise EngineError(f"replica {replica.name} cannot sleep", expected="an engine with sleep")
     return replica.engine
+
+
+def _host(replica: Replica) -> AdapterHost:
+    if not isinstance(replica.engine, AdapterHost):
+        raise EngineError(f"replica {replica.name} serves no adapters", expected="an engine that loads them")
+    return replica.engine
+
+
+async def keep_replicas(
+    router: Router,
+    make: Callable[[], Engine],
+    proof: Proof,
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    *,
+    every_s: float = 1.0,
+) -> None:
+    """Replace lost replicas by new ones that prove the version, until this is cancelled.
+
+    One that cannot be started or proven is closed and tried again after twice the time.
+    """
+    wait_s = every_s
+    while True:
+        await asyncio.sleep(wait_s)
+        for replica in [replica for replica in router.replicas if not replica.alive]:
+            fresh = make()
+            try:
+                await router.join(replica.name, fresh, proof, tensors())
+            except PalestraError as error:
+                _LOG.warning("replica %s could not be replaced: %s", replica.name, error)
+                await fresh.close()
+                wait_s = min(2 * wait_s, 60.0)
+                continue
+            except BaseException:
+                await fresh.close()
+                raise
+            wait_s = every_s
+            await replica.engine.close()
 
 
 class _Stream:
