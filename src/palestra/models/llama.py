@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from palestra.errors import ModelSourceError
 from palestra.models.config import ModelConfig
@@ -43,6 +44,8 @@ class Llama(nn.Module):
             )
         self.config = config
         self.compute_dtype = compute_dtype
+        self.checkpoint_layers = False
+        """Keep only each layer's input for the backward pass, and compute the layer again."""
         self.model = _Body(config)
         if not config.tied_embeddings:
             self.lm_head = _Weight(config.vocab_size, config.hidden_size)
@@ -89,7 +92,12 @@ class Llama(nn.Module):
         hidden: Tensor = Lookup.apply(self.model.embed_tokens.weight, tokens_T)  # type: ignore[assignment]
         cos, sin = rotary_tables(self.config, positions_T, self.compute_dtype)
         for layer in self.model.layers:
-            hidden = layer(hidden, cos, sin, attend)
+            if self.checkpoint_layers and torch.is_grad_enabled():
+                hidden = checkpoint(
+                    layer, hidden, cos, sin, attend, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden = layer(hidden, cos, sin, attend)
         return self.model.norm(hidden).to(self.compute_dtype)
 
 

@@ -47,15 +47,18 @@ class AdamW:
         """One update with the gradients scaled so that their ``norm`` is at most ``grad_clip``."""
         settings = self._settings
         limit = settings.grad_clip
-        scale = torch.tensor(norm / limit) if limit and norm > limit else None
+        device = next(iter(self._masters.values())).device
+        scale = torch.tensor(norm / limit, device=device) if limit and norm > limit else None
         for decay, names in self._decay_groups():
+            if not names:
+                continue  # adapters have no vectors
             adamw(
                 [self._masters[name] for name in names],
                 [gradient_of(self._masters[name]) for name in names],
                 [self.moments["exp_avg"][name] for name in names],
                 [self.moments["exp_avg_sq"][name] for name in names],
                 [],
-                [torch.tensor(float(self.updates)) for _ in names],
+                [torch.tensor(float(self.updates), device=device) for _ in names],
                 fused=True,
                 grad_scale=scale,
                 amsgrad=False,

@@ -63,6 +63,10 @@ class Trainer(Protocol):
         """Logprobs of the batch's targets (length N) under the present weights."""
         ...
 
+    def reference_logprobs(self, batch: Batch) -> tuple[float, ...]:
+        """The same under the policy that a KL term holds on to: the starting model, or a running mean."""
+        ...
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, in the rollout dtype, detached, in a stable order.
 

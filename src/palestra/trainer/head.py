@@ -77,9 +77,9 @@ class Head:
         targets_N: Tensor,
         distribution: Distribution,
         term_of: TermOf,
-        weight_grad_VH: Tensor,
+        weight_grad_VH: Tensor | None,
     ) -> HeadResult:
-        """`score` with the loss and its gradients; the weight's is added to ``weight_grad_VH``."""
+        """`score` with the loss and its gradients; the weight's is added to ``weight_grad_VH``, if given."""
         weight, scaled = weight_VH.to(hidden_NH.dtype), _scaled(hidden_NH, distribution)
         logprobs, entropy = torch.empty(len(targets_N)), torch.empty(len(targets_N))
         hidden_grad = torch.empty_like(hidden_NH)
@@ -91,7 +91,8 @@ class Head:
             clipped += clips
             logits_grad = chunk.gradient(targets_N[rows], grad).to(hidden_NH.dtype)
             torch.mm(logits_grad.t(), weight, out=hidden_grad[rows])
-            add_product(weight_grad_VH, logits_grad, scaled[rows])
+            if weight_grad_VH is not None:
+                add_product(weight_grad_VH, logits_grad, scaled[rows])
         if distribution.temperature != 1:
             hidden_grad /= distribution.temperature
         return HeadResult(logprobs, entropy, loss, clipped, hidden_grad)

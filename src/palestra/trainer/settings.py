@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from palestra.models.dtypes import DtypeName
 
-_ROUNDING_ONLY = ("threads", "micro_batch_tokens", "rollout_dtype")
+_ROUNDING_ONLY = ("threads", "micro_batch_tokens", "rollout_dtype", "checkpoint_layers", "device", "seed")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -35,6 +35,20 @@ class TrainerSettings:
     """Decoupled; applies to matrices, not to norm weights."""
     grad_clip: float = 1.0
     """Largest global L2 norm of the gradient; 0 is off."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where weights, optimiser state and activations lie."""
+    checkpoint_layers: bool = False
+    """Keep one tensor per layer for the backward pass and compute the rest again: the same gradient."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank beside frozen weights in ``dtype``; 0 trains every weight."""
+    lora_alpha: float = 32.0
+    """The adapters' output is multiplied by ``lora_alpha / lora_rank``."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers with an adapter, by the last part of their names; () is all but the head."""
+    reference_decay: float = 0.0
+    """Of the running mean of the masters that is the KL term's reference; 0: it is the starting model."""
+    seed: int = 0
+    """What fresh adapters are drawn from."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "rollout_dtype"):
@@ -50,7 +64,20 @@ class TrainerSettings:
         _require(
             self.micro_batch_tokens >= 1, f"micro_batch_tokens must be >= 1, got {self.micro_batch_tokens}"
         )
+        _require(self.device in ("cpu", "cuda"), f"device must be cpu or cuda, got {self.device!r}")
+        _require(self.lora_rank >= 0, f"lora_rank must be >= 0 (0 is no adapter), got {self.lora_rank}")
+        _require(
+            math.isfinite(self.lora_alpha) and self.lora_alpha > 0,
+            f"lora_alpha must be above 0, got {self.lora_alpha}",
+        )
+        _require(
+            0 <= self.reference_decay < 1, f"reference_decay must be in [0, 1), got {self.reference_decay}"
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings a saved state belongs to: all that change an update by more than rounding."""
-        return {name: value for name, value in asdict(self).items() if name not in _ROUNDING_ONLY}
+        absent = () if self.lora_rank else ("lora_rank", "lora_alpha", "lora_targets")
+        if not self.reference_decay:
+            absent = (*absent, "reference_decay")
+        values = {n: v for n, v in asdict(self).items() if n not in (*_ROUNDING_ONLY, *absent)}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}

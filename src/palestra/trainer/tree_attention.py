@@ -57,6 +57,8 @@ class TreeAttention:
 
     def __init__(self, batch: Batch) -> None:
         rows = _rows(batch)
+        self.longest = max(row.keys for row in rows)
+        """Tokens that one token can see at most, itself included."""
         packed: list[int] = []
         padding: list[int] = []
         self._blocks: list[_Block] = []
@@ -75,7 +77,8 @@ class TreeAttention:
             torch.tensor(packed), torch.tensor(padding, dtype=torch.int64), batch.token_count
         )
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
+        """[T, heads, D]; ``scale`` multiplies the scores, 1 / sqrt(D) if not given."""
         padded_queries = self._scatter.pad(queries)
         padded_keys, padded_values = self._scatter.pad(keys), self._scatter.pad(values)
         outputs: list[Tensor] = []
@@ -90,6 +93,7 @@ class TreeAttention:
                 *(x.transpose(1, 2) for x in own),
                 attn_mask=block.mask,
                 is_causal=block.mask is None,
+                scale=scale,
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )
             outputs.append(attended.transpose(1, 2).reshape(-1, *queries.shape[1:]))
