@@ -95,7 +95,8 @@ def test_a_missing_package_leaves_no_run(
 def test_a_run_that_began_keeps_its_folder_when_a_later_start_is_refused(
     make: Callable[..., Job], tmp_path: Path
 ) -> None:
-    assert make().train(panel=False).status == "finished"
+    run = make().train(panel=False)
+    assert run.records.state() == ("finished", "1 step"), "one step is one step"
     with pytest.raises(ConfigError):
         make(steps=2, seed=1).train(panel=False)
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "1").is_dir()

@@ -223,7 +223,7 @@ def is_users(file: str) -> bool:
 
 def users_line() -> str:
     """``file:line`` of the innermost call in the user's code, or '' where there is none."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # inspect would load much more
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
