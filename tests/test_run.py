@@ -399,7 +399,9 @@ def test_two_runs_in_one_directory_are_refused(make: Callable[..., Job]) -> None
     assert str(os.getpid()) in str(caught.value)
     first.stop()
     assert first.wait(90).status == "stopped"
-    assert first.audit().ok
+    audit = first.audit()
+    assert audit.attempts == len(first.records.attempts()) == 1, "the refused start began nothing"
+    assert audit.ok == (audit.steps > 0), "asked to stop before its first step it proves nothing"
 
 
 def test_the_resolved_settings_and_their_origins_are_kept(make: Callable[..., Job]) -> None:
