@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -168,3 +172,24 @@ def test_dynamic_sampling_that_leaves_nothing_is_a_starved_step_and_says_so(make
     job = make(pa.DAPO(group_size=2), lambda task, reply: 1.0, limits={"max_starved_steps": 1})
     with pytest.raises(PalestraError, match="taught nothing"):
         job.train(panel=False)
+
+
+def test_the_program_of_the_page_runs(models: Path, tmp_path: Path) -> None:
+    """docs/algorithms.md: an algorithm of one's own, in one file."""
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    (program,) = (
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "job.train()" in text
+    )
+    assert program.count("\n") <= 40
+    (tmp_path / "model").symlink_to(models / "student")
+    (tmp_path / "job.py").write_text(program)
+    small = {
+        "STEPS": "1", "PROMPTS_PER_STEP": "1", "THREADS": "1", "SAMPLING__MAX_NEW_TOKENS": "4",
+        "EVALUATION__BEFORE": "false", "EVALUATION__AFTER": "false",
+    }  # fmt: skip
+    environ = os.environ | {f"PALESTRA_{name}": value for name, value in small.items()}
+    done = subprocess.run(
+        [sys.executable, "job.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "job").is_dir()
