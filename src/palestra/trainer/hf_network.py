@@ -250,7 +250,10 @@ def _checkpoint_layers(model: Any, folder: Path) -> None:
             where=str(folder),
             expected="trainer.checkpoint_layers off",
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    enable = getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )  # new, old
+    enable({"use_reentrant": False, "preserve_rng_state": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # only this flag: what lies inside (dropout) stays as in evaluation
