@@ -112,6 +112,12 @@ def test_every_module_opens_with_its_invariant_and_returns_are_typed(path: Path)
 
 OUTSIDE = {"ui", "cli", "recipes", "planner", "frameworks", "__main__"}
 """Views, verbs and recipes: everything else is core, what a run is made of (docs/decisions/0006)."""
+ADAPTERS = ("palestra.rollouts.served", "palestra.rollouts.server")
+"""Programs of others that we speak to, and those that speak to us: a run needs neither (0006 too)."""
+
+
+def is_core(module: str) -> bool:
+    return room(module) not in OUTSIDE and not module.startswith(ADAPTERS)
 
 
 def statements(path: Path) -> int:
@@ -131,7 +137,7 @@ def statements(path: Path) -> int:
 
 
 def test_the_core_stays_under_its_budget_and_tests_match_the_code() -> None:
-    core = sum(statements(p) for p in FILES if room(module_name(p)) not in OUTSIDE)
+    core = sum(statements(p) for p in FILES if is_core(module_name(p)))
     code = sum(p.read_text().count("\n") for p in FILES)
     tests = sum(p.read_text().count("\n") for p in (ROOT / "tests").rglob("*.py"))
     assert core < 15_000
@@ -141,7 +147,8 @@ def test_the_core_stays_under_its_budget_and_tests_match_the_code() -> None:
 @pytest.mark.parametrize(
     "module",
     ["palestra", "palestra.types", "palestra.batches", "palestra.job", "palestra.settings",
-     "palestra.records.reader", "palestra.ui.panel", "palestra.ui.summary", "palestra.environments.base", "palestra.cli.main",
+     "palestra.records.reader", "palestra.ui.panel", "palestra.ui.summary",
+     "palestra.environments.base", "palestra.cli.main",
      "palestra.run"],
 )  # fmt: skip
 def test_the_core_imports_without_torch_numpy_or_transformers(module: str) -> None:

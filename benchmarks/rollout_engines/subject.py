@@ -84,7 +84,7 @@ async def ours(args: argparse.Namespace) -> Run:
             args.model, dtype=args.dtype, threads=args.threads, max_running=args.most, eos_token_ids=()
         )
     else:
-        from palestra.rollouts.vllm import VllmEngine, default_python
+        from palestra.rollouts.served.vllm import VllmEngine, default_python
 
         engine = VllmEngine(
             args.model, python=default_python(), dtype=args.dtype, threads=args.threads,

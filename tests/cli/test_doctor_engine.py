@@ -16,7 +16,7 @@ from palestra.cli import doctor, doctor_engine
 from palestra.cli.doctor import Check
 from palestra.cli.doctor_engine import findings, parity
 from palestra.cli.main import main
-from palestra.rollouts.vllm import default_python
+from palestra.rollouts.served.vllm import default_python
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from palestra.rollouts.base import (
     Sleeper,
     VersionNotReady,
 )
-from palestra.rollouts.replica import ReplicaEngine
 from palestra.rollouts.router import Proof, Router
+from palestra.rollouts.served.replica import ReplicaEngine
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 from rollouts.conftest import Start
 from rollouts.support import Tiny, manifest_of, ragged_prompts

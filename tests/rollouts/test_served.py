@@ -31,10 +31,10 @@ from palestra.rollouts.base import (
     Sleeper,
     VersionNotReady,
 )
-from palestra.rollouts.http import Broken, Refused
-from palestra.rollouts.served import ServedEngine
-from palestra.rollouts.sglang import SglangEngine
-from palestra.rollouts.vllm import VllmEngine
+from palestra.rollouts.served.engine import ServedEngine
+from palestra.rollouts.served.http import Broken, Refused
+from palestra.rollouts.served.sglang import SglangEngine
+from palestra.rollouts.served.vllm import VllmEngine
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 from palestra.weights.manifests import full_manifest
 
@@ -528,7 +528,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from rollouts.test_served import version
-from palestra.rollouts.vllm import VllmEngine
+from palestra.rollouts.served.vllm import VllmEngine
 async def main():
     engine = VllmEngine(Path({str(folder)!r}), python=Path({str(python)!r}), dtype="fp32")
     manifest, tensors = version(Path({str(folder)!r}), 0)

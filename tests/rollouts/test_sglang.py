@@ -18,7 +18,7 @@ from helpers.tiny import IM_END, make_tiny_model
 from palestra.errors import EngineError
 from palestra.models.tensors import load_tensors
 from palestra.rollouts.base import GenerateRequest
-from palestra.rollouts.sglang import SglangEngine
+from palestra.rollouts.served.sglang import SglangEngine
 from palestra.types import SamplingParams, StopReason, Version
 from palestra.weights.manifests import full_manifest
 

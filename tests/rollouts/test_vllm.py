@@ -21,7 +21,7 @@ from helpers.tiny import make_tiny_model
 from palestra.batches import LossSpec
 from palestra.errors import EngineError, WeightsError
 from palestra.rollouts.base import EngineDead, GenerateRequest, VersionNotReady
-from palestra.rollouts.vllm import VllmEngine, default_python
+from palestra.rollouts.served.vllm import VllmEngine, default_python
 from palestra.trainer.settings import TrainerSettings
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types import Completion, SamplingParams, StopReason, Version

@@ -15,8 +15,8 @@ from helpers.tiny import IM_END, make_tiny_model
 from palestra.errors import EngineError, WeightsError
 from palestra.models.tensors import load_tensors
 from palestra.rollouts.base import GenerateRequest
-from palestra.rollouts.handover import shapes_of, write_version
-from palestra.rollouts.vllm import VllmEngine, default_python, installed, runs_on_cpu
+from palestra.rollouts.served.handover import shapes_of, write_version
+from palestra.rollouts.served.vllm import VllmEngine, default_python, installed, runs_on_cpu
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 from palestra.weights.manifests import full_manifest
 

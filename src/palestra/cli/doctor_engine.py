@@ -39,7 +39,7 @@ def findings(spec: str) -> list[Check]:
             next_command="palestra doctor --engine vllm:/path/to/python",
         )
     try:
-        from palestra.rollouts.vllm import default_python, installed
+        from palestra.rollouts.served.vllm import default_python, installed
     except MissingExtraError as error:
         return [Check("engine packages", "fail", error.what, error.next_command)]
     python = Path(path) if path else default_python()
@@ -81,7 +81,7 @@ def parity(python: Path) -> Check:
 async def _synced(python: Path, folder: Path) -> tuple[tuple[SyncReport, SyncReport], float]:
     from palestra.batches import LossSpec
     from palestra.models.scratch import make_character_model
-    from palestra.rollouts.vllm import VllmEngine
+    from palestra.rollouts.served.vllm import VllmEngine
     from palestra.trainer.settings import TrainerSettings
     from palestra.trainer.torch_trainer import TorchTrainer
     from palestra.types import Version

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from palestra.models.tokenizer import Tokenizer
     from palestra.rollouts.native.engine import NativeEngine
-    from palestra.rollouts.replica import ReplicaEngine
     from palestra.rollouts.router import Router
+    from palestra.rollouts.served.replica import ReplicaEngine
     from palestra.rollouts.server.serving import Renderer
 
 _CHECKPOINTS = "checkpoints"
@@ -122,7 +122,7 @@ def build_replica(folder: Path, args: argparse.Namespace) -> ReplicaEngine:
     """One of several engines in processes of their own, with its share of the cores."""
     from palestra.models.dtypes import resolve_dtype
     from palestra.rollouts.native.threads import available_cores
-    from palestra.rollouts.replica import ReplicaEngine
+    from palestra.rollouts.served.replica import ReplicaEngine
 
     return ReplicaEngine(
         folder,

