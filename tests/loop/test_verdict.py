@@ -115,9 +115,7 @@ def test_a_run_without_any_reward_ends_with_the_commonest_cause_and_the_users_li
     assert (unplaced.where, unplaced.expected) == ("the reward boundary", "a reward")
 
 
-def test_tokens_with_advantages_of_their_own_train_even_where_their_mean_is_zero() -> (
-    None
-):
+def test_tokens_with_advantages_of_their_own_train_even_where_their_mean_is_zero() -> None:
     groups = [group("a", [1.0, 1.0])]
     verdict = judge(groups, {"a.0": [1.0, -1.0, 0.0, 0.0], "a.1": [0.0] * 4})
     assert verdict.signal is Signal.USEFUL
