@@ -22,7 +22,6 @@ from helpers import fake_served as fake
 from helpers.tiny import make_tiny_model
 from palestra.errors import EngineError, WeightsError
 from palestra.models.tensors import load_tensors
-from palestra.rollouts import handover, life
 from palestra.rollouts.base import (
     AdapterHost,
     EngineDead,
@@ -31,6 +30,7 @@ from palestra.rollouts.base import (
     Sleeper,
     VersionNotReady,
 )
+from palestra.rollouts.served import handover, life
 from palestra.rollouts.served.engine import ServedEngine
 from palestra.rollouts.served.http import Broken, Refused
 from palestra.rollouts.served.sglang import SglangEngine
