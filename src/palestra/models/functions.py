@@ -2,7 +2,9 @@
 
 A weight's gradient is added straight to its ``grad``, by the matrix product that
 computes it: nothing of a weight's size is built beside it, and autograd sees none.
-What is saved for the backward pass is the least that gives it. Weights are fp32;
+What is saved for the backward pass is the least that gives it. A weight is kept as
+the object it is: a saved tensor may come back as another one, whose ``grad`` nobody
+would read (where layers are computed twice, it does). Weights are fp32;
 products run in the type of their input, and the gradients of weights stay fp32.
 Not twice differentiable.
 """
@@ -46,13 +48,14 @@ class Lookup(Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, tokens)
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
         return weight.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        weight, tokens = ctx.saved_tensors
-        gradient_of(weight).index_add_(0, tokens, grads[0])
+        (tokens,) = ctx.saved_tensors
+        gradient_of(ctx.weight).index_add_(0, tokens, grads[0])
         return None, None
 
 
@@ -61,12 +64,13 @@ class Project(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
+        ctx.weights = weights
+        ctx.save_for_backward(x)
         return tuple(linear(x, weight.to(x.dtype)) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        (x,), weights = ctx.saved_tensors, ctx.weights
         x_grad = grads[0] @ weights[0].to(x.dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             x_grad.addmm_(grad, weight.to(x.dtype))
@@ -80,12 +84,13 @@ class GatedDown(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+        ctx.weight = weight
+        ctx.save_for_backward(gate, up)
         return linear(silu(gate).mul_(up), weight.to(gate.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up, weight = ctx.saved_tensors
+        (gate, up), weight = ctx.saved_tensors, ctx.weight
         active = silu(gate)
         _add_weight_grad(weight, grads[0], active * up)
         inner_grad = grads[0] @ weight.to(gate.dtype)

@@ -225,6 +225,7 @@ class TorchTrainer:
         """The optimiser, whose moments are allocated at first use and then kept."""
         if self._optimizer is None:
             self._optimizer = AdamW(self._masters, self.settings)
+            self._reference.mean()  # it begins where the masters begin
         return self._optimizer
 
     def _state(self) -> dict[str, Mapping[str, Tensor]]:
