@@ -7,12 +7,13 @@ when something is built, so reading runs stays light.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.algorithms.distill import require_one_vocabulary
 from palestra.algorithms.recipe import Logprobs, Recipe
@@ -22,6 +23,9 @@ from palestra.loop.controller import Pillars
 from palestra.models.sources import LocalModel
 from palestra.records.writer import RunWriter
 from palestra.types import SamplingParams, Task, Trajectory
+
+if TYPE_CHECKING:
+    from palestra.trainer.torch_trainer import TorchTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class Assembly:
         for tasks in (start.tasks, start.evaluation_tasks):
             _require_prompts_fit(chat, tasks, context)
         host = self._sandbox_host()
+        recipe = recipe_of(job)
         trainer = TorchTrainer(folder, _trainer_settings(job, start))
         self._stack.callback(trainer.close)
         engine = NativeEngine(
@@ -92,7 +97,6 @@ class Assembly:
         workers = RewardWorkers()
         self._stack.push_async_callback(workers.close)
         deadlines = job.deadlines
-        recipe = recipe_of(job)
 
         async def episode(task: Task, name: str, sampling: SamplingParams) -> Trajectory:
             return await run_episode(
@@ -116,21 +120,23 @@ class Assembly:
             return tokenizer.decode(prompt), tokenizer.decode(rest)
 
         sync = WeightSync(trainer, engine, self._probe(chat), start.dtypes["engine"])
-        reference = self._reference(tokenizer) if recipe.needs_reference else None
+        reference = self._reference(tokenizer, trainer) if recipe.needs_reference else None
         return Pillars(engine, trainer, sync, episode, recipe, describe, writer, reference)
 
-    def _reference(self, tokenizer: Any) -> Logprobs:
-        """A second trainer that is never stepped: the starting model, or the one the job names."""
+    def _reference(self, tokenizer: Any, trainer: TorchTrainer) -> Logprobs:
+        """The trainer's own reference, or a second trainer that is never stepped, of the model named."""
         from palestra.models.sources import resolve_model
         from palestra.models.tokenizer import Tokenizer
         from palestra.trainer.torch_trainer import TorchTrainer
 
-        named, folder = self._job.algorithm.reference, self._start.model.folder
-        if named:
-            folder = resolve_model(named).folder
-            other = Tokenizer.from_folder(folder)
-            require_one_vocabulary(_vocabulary(tokenizer), _vocabulary(other), named)
-        frozen = TorchTrainer(folder, _trainer_settings(self._job, self._start))
+        named = self._job.algorithm.reference
+        if not named or _mean_decay(named):
+            return trainer.reference_logprobs
+        folder = resolve_model(named).folder
+        other = Tokenizer.from_folder(folder)
+        require_one_vocabulary(_vocabulary(tokenizer), _vocabulary(other), named)
+        settings = replace(_trainer_settings(self._job, self._start), lora_rank=0)
+        frozen = TorchTrainer(folder, settings)
         self._stack.callback(frozen.close)
         return frozen.logprobs
 
@@ -215,18 +221,34 @@ def _require_prompts_fit(chat: Any, tasks: Sequence[Task], context: int, most: i
         )
 
 
+def _mean_decay(reference: str) -> float:
+    """Of a reference given as in ``mean:0.99``; 0 for a model's name."""
+    kind, _, text = reference.partition(":")
+    if kind != "mean":
+        return 0.0
+    if re.fullmatch(r"0?\.\d+", text) and float(text) > 0:
+        return float(text)
+    raise ConfigError([f"algorithm.reference ({reference}) has no decay between 0 and 1; nearest: mean:0.99"])
+
+
 def _trainer_settings(job: Job, start: Start) -> Any:
     from palestra.trainer.settings import TrainerSettings
 
-    optimizer = job.optimizer
+    optimizer, trainer = job.optimizer, job.trainer
+    lora_rank, lora_alpha, lora_targets = trainer.adapter()
     return TrainerSettings(
         dtype=start.dtypes["trainer"],  # type: ignore[arg-type]  # a recorded DtypeName
         rollout_dtype=start.dtypes["engine"],  # type: ignore[arg-type]
         threads=start.threads,
-        micro_batch_tokens=job.trainer.micro_batch_tokens,
+        micro_batch_tokens=trainer.micro_batch_tokens,
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
         epsilon=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
         grad_clip=optimizer.grad_clip,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha or 1.0,
+        lora_targets=lora_targets,
+        reference_decay=_mean_decay(job.algorithm.reference),
+        seed=job.seed,
     )

@@ -88,6 +88,19 @@ class TrainerConfig(Section):
         3, "Updates in a row that may be skipped for a gradient that is not finite, before the run stops",
         "updates", ge=0,
     )  # fmt: skip
+    lora: Text = setting(
+        "", "Train low-rank adapters beside frozen weights, as RANK, RANK:ALPHA or RANK:ALPHA:LAYER,LAYER; "
+        "empty trains every weight", "rank:factor:names",
+        pattern=r"^([1-9]\d*(:\d*\.?\d+(:[A-Za-z0-9_]+(,[A-Za-z0-9_]+)*)?)?)?$",
+        words="nothing, or as in 16, 16:32 or 16:32:q_proj,v_proj",
+    )  # fmt: skip
+
+    def adapter(self) -> tuple[int, float, tuple[str, ...]]:
+        """Rank (0 is none), alpha (twice the rank if not given) and the layers (none named is all)."""
+        rank, _, rest = self.lora.partition(":")
+        alpha, _, layers = rest.partition(":")
+        whole = int(rank or 0)
+        return whole, float(alpha or 2 * whole), tuple(filter(None, layers.split(",")))
 
 
 class EngineConfig(Section):

@@ -52,8 +52,9 @@ class Algorithm(Section):
         0.0, "Weight of the KL divergence to the reference in the loss; 0 is none", "factor", ge=0
     )
     reference: Text = setting(
-        "", "The frozen model of the KL term, or the teacher; empty is the starting model", "source"
-    )
+        "", "The frozen model of the KL term, or the teacher; empty is the starting model, and as in "
+        "mean:0.99 it is the running mean of the trained weights, with that decay", "source"
+    )  # fmt: skip
     dynamic_sampling: Flag = setting(
         False, "Leave out groups whose rewards are all equal, as if never sampled", "yes or no"
     )

@@ -51,9 +51,12 @@ class HfNetwork:
         self._head: nn.Linear = head
         self.vocab_size = len(head.weight)
         self._model.get_input_embeddings().register_forward_hook(_in_fp32)
+        self._layers = _checkpointed_layers(self._model)
         self._prove(folder)
-        if settings.checkpoint_layers:
-            _checkpoint_layers(self._model, folder)
+        if settings.checkpoint_layers and not self._layers:
+            raise TrainerError(
+                "this model cannot compute its layers again", where="trainer.checkpoint_layers"
+            )
         self.low_rank: LowRankModules | None = None
         if adapted:
             self._model.requires_grad_(False)
@@ -66,7 +69,9 @@ class HfNetwork:
     def head_weight(self) -> Tensor:
         return self._head.weight
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: TreeAttention) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: TreeAttention, again: bool) -> Tensor:
+        for layer in self._layers:
+            layer.training = again  # only this flag: what lies inside (dropout) stays as in evaluation
         narrow = self._dtype != torch.float32
         with torch.autocast(self._device.type, dtype=self._dtype, enabled=narrow):
             output = self._model.base_model(
@@ -94,7 +99,7 @@ class HfNetwork:
         batch, sequences = _probe(self.vocab_size)
         with torch.device(self._device):
             columns = torch.tensor(batch.tokens_T), torch.tensor(batch.positions_T)
-            hidden = self.hidden(*columns, TreeAttention(batch))
+            hidden = self.hidden(*columns, TreeAttention(batch), again=False)
             packed_TV = (hidden @ self._head.weight.to(hidden.dtype).t()).float()
             self._model.set_attn_implementation("eager")
             for rows in sequences:
@@ -241,22 +246,17 @@ def _compare(packed_TV: Tensor, alone_TV: Tensor, dtype: torch.dtype, folder: Pa
         )
 
 
-def _checkpoint_layers(model: Any, folder: Path) -> None:
+def _checkpointed_layers(model: Any) -> list[nn.Module]:
+    """The layers that are computed again while their ``training`` flag is set; none where none can."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if not model.supports_gradient_checkpointing:
-        raise TrainerError(
-            "this model cannot recompute its layers",
-            where=str(folder),
-            expected="trainer.checkpoint_layers off",
-        )
+        return []
     enable = getattr(
         model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
     )  # new, old
     enable({"use_reentrant": False, "preserve_rng_state": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # only this flag: what lies inside (dropout) stays as in evaluation
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _in_fp32(_: nn.Module, __: tuple[Tensor], output: Tensor) -> Tensor:

@@ -40,8 +40,11 @@ class Network(Protocol):
         """[vocabulary, hidden]; it requires a gradient if it is among the masters."""
         ...
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: TreeAttention) -> Tensor:
-        """Final normed hidden states [T, hidden], in the compute dtype."""
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: TreeAttention, again: bool) -> Tensor:
+        """Final normed hidden states [T, hidden], in the compute dtype.
+
+        ``again``: only each layer's input is kept for the backward pass, which computes the layer again.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -62,7 +65,6 @@ class OwnNetwork:
         self.source_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self.vocab_size = config.vocab_size
         self._model = Llama.from_tensors(config, tensors, TORCH_DTYPES[settings.dtype])
-        self._model.checkpoint_layers = settings.checkpoint_layers
         self._model.to(settings.device)
         self.masters: dict[str, Tensor] = dict(self._model.named_parameters())
         self.low_rank: LowRankModules | None = None
@@ -71,7 +73,8 @@ class OwnNetwork:
     def head_weight(self) -> Tensor:
         return self._model.head_weight
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: TreeAttention) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: TreeAttention, again: bool) -> Tensor:
+        self._model.checkpoint_layers = again
         return self._model(tokens_T, positions_T, plan)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,9 @@ from palestra.models.dtypes import DtypeName
 
 _ROUNDING_ONLY = ("threads", "micro_batch_tokens", "rollout_dtype", "checkpoint_layers", "device", "seed")
 
+RECOMPUTE_BEYOND = 4
+"""Trees are not cut, so memory for one that is this many times too large is bought with time."""
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -38,7 +41,8 @@ class TrainerSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where weights, optimiser state and activations lie."""
     checkpoint_layers: bool = False
-    """Keep one tensor per layer for the backward pass and compute the rest again: the same gradient."""
+    """Keep one tensor per layer for the backward pass and compute the rest again: the same gradient.
+    A tree of more than `RECOMPUTE_BEYOND` times ``micro_batch_tokens`` is computed so in any case."""
     lora_rank: int = 0
     """Train low-rank adapters of this rank beside frozen weights in ``dtype``; 0 trains every weight."""
     lora_alpha: float = 32.0
@@ -73,6 +77,10 @@ class TrainerSettings:
         _require(
             0 <= self.reference_decay < 1, f"reference_decay must be in [0, 1), got {self.reference_decay}"
         )
+
+    def recomputes(self, tokens: int) -> bool:
+        """Whether layers are computed twice for a micro-batch of so many packed tokens."""
+        return self.checkpoint_layers or tokens > RECOMPUTE_BEYOND * self.micro_batch_tokens
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings a saved state belongs to: all that change an update by more than rounding."""

@@ -174,7 +174,8 @@ class TorchTrainer:
 
     def _hidden(self, batch: Batch) -> Tensor:
         columns = self._long(batch.tokens_T), self._long(batch.positions_T)
-        return self._network.hidden(*columns, TreeAttention(batch))
+        again = torch.is_grad_enabled() and self.settings.recomputes(batch.token_count)
+        return self._network.hidden(*columns, TreeAttention(batch), again)
 
     def _backward(self, batch: Batch, loss: LossSpec) -> HeadResult:
         """Add this micro-batch's gradient to the masters'."""
