@@ -84,6 +84,7 @@ class Assembly:
         host = self._sandbox_host()
         recipe = recipe_of(job)
         trainer = TorchTrainer(folder, _trainer_settings(job, start))
+        trainer.skipped_folder = job.runs_dir / self._run_id / "skipped"
         self._stack.callback(trainer.close)
         engine = NativeEngine(
             folder,

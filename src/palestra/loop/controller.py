@@ -243,7 +243,10 @@ class Controller:
             metrics["train/kl_reference"] = report.kl_mean
         if not report.applied:
             self._skipped += 1
-            self._p.writer.event("notice", step=step, text=f"step {step}: {why}; the update was skipped")
+            kept = f"; its batch is {report.batch_file}" if report.batch_file else ""
+            self._p.writer.event(
+                "notice", step=step, text=f"step {step}: {why}; the update was skipped{kept}"
+            )
             return {**metrics, "time/sync_s": 0.0}
         self._skipped = 0
         self._state("syncing", str(self.version))

@@ -46,6 +46,8 @@ class StepReport:
     """False where loss or gradient was not finite: nothing was updated."""
     kl_mean: float = 0.0
     """k3 estimate of KL(policy || reference) in nats per target; 0 without reference logprobs."""
+    batch_file: str = ""
+    """Where the batch of a skipped update was written, if anywhere."""
 
 
 class Trainer(Protocol):

@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from palestra.trainer.memory import keep_freed_memory
 from palestra.trainer.network import Network, load_network
 from palestra.trainer.reference import Reference
 from palestra.trainer.settings import TrainerSettings
+from palestra.trainer.skipped import save_batch
 from palestra.trainer.state_files import INDEX, check_file, read_index, read_into, write_state
 from palestra.trainer.tree_attention import TreeAttention
 from palestra.types import Boundary
@@ -65,6 +67,8 @@ class TorchTrainer:
         self._reference = Reference(self._network, settings.reference_decay, self._start)
         self._head = Head(self._network.vocab_size)
         self._base_digest = ""
+        self.skipped_folder: Path | None = None
+        """Where the batches of skipped updates are written; None keeps none."""
         self._thread_count = settings.threads or torch.get_num_threads()
         self._optimizer: AdamW | None = None
         self._closed = False
@@ -92,7 +96,11 @@ class TorchTrainer:
                     self._reference.follow()
             finally:
                 optimizer.free_gradients()
-            return _report(batch, results, total, norm, learning_rate, applied, start)
+            kept = ""
+            if not applied and self.skipped_folder is not None:
+                kept = str(save_batch(self.skipped_folder, self.updates, batch, loss, total, norm))
+            report = _report(batch, results, total, norm, learning_rate, applied, start)
+            return replace(report, batch_file=kept)
 
     def logprobs(self, batch: Batch) -> tuple[float, ...]:
         self._check(batch)
