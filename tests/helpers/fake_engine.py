@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from palestra.errors import EngineError, WeightsError
-from palestra.rollouts.base import EngineStats, GenerateRequest, OnToken
+from palestra.rollouts.base import EngineStats, GenerateRequest, OnToken, RequestRefused
 from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 
 
@@ -90,10 +90,10 @@ class FakeEngine:
         if self._closed:
             raise EngineError("the fake engine is closed")
         if not request.prompt_ids:
-            raise EngineError("the prompt is empty")
+            raise RequestRefused("the prompt is empty")
         room = self._context_tokens - len(request.prompt_ids)
         if room < 1:
-            raise EngineError(
+            raise RequestRefused(
                 f"the prompt has {len(request.prompt_ids)} tokens and the context is {self._context_tokens}"
             )
         self.running += 1

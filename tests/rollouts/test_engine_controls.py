@@ -15,6 +15,7 @@ from palestra.rollouts.base import (
     EngineDead,
     GenerateRequest,
     Pausable,
+    RequestRefused,
     Sleeper,
     VersionNotReady,
 )
@@ -341,6 +342,19 @@ async def test_a_bias_on_a_token_that_is_not_there_is_refused(serve: Start) -> N
         await engine.generate(wrong)
     with pytest.raises(ValueError, match="min_new_tokens must be in"):
         GenerateRequest((1,), SamplingParams(max_new_tokens=3), min_new_tokens=4)
+
+
+async def test_what_is_wrong_with_a_request_is_told_apart_from_what_is_wrong_with_the_engine(
+    serve: Start,
+) -> None:
+    engine = await serve()
+    for prompt, params in (([], {}), ([10**6], {}), ([1] * 5000, {}), ([1], {"temperature": 1e-30})):
+        with pytest.raises(RequestRefused):
+            await engine.generate(request(prompt, **params))
+    with pytest.raises(RequestRefused, match="temperature 0"):
+        await engine.score((1, 2), SamplingParams(temperature=1e-30))
+    coldest = await engine.generate(request([1, 2], temperature=1e-5))
+    assert coldest.token_ids == (await engine.generate(request([1, 2], temperature=0))).token_ids
 
 
 async def test_an_unknown_adapter_is_named_with_the_nearest_and_the_engine_serves_on(serve: Start) -> None:

@@ -24,7 +24,7 @@ from palestra.errors import (
     WeightsError,
 )
 from palestra.models.tokenizer import Tokenizer
-from palestra.rollouts.base import EngineDead, VersionNotReady
+from palestra.rollouts.base import EngineDead, RequestRefused, VersionNotReady
 from palestra.rollouts.server.app import GET, POST
 from palestra.rollouts.server.errors import Refusal, answer_to
 from palestra.rollouts.server.schema import ChatBody, CompletionBody, GenerateBody, bias_of, parsed, read_body
@@ -159,7 +159,8 @@ def test_spans_cover_every_token_once_and_in_order(versions: list[int]) -> None:
         (Refusal(418, "no", code="tea"), 418, "tea"),
         (VersionNotReady("later"), 409, "version_not_ready"),
         (EngineDead("gone"), 503, "engine_dead"),
-        (EngineError("the prompt is empty"), 400, None),
+        (RequestRefused("the prompt is empty"), 400, None),
+        (EngineError("the model's logits are not finite"), 500, None),
         (EngineError("scoring raised ValueError", detail="Traceback"), 500, None),
         (EngineDead("the decode thread raised", detail="Traceback"), 503, "engine_dead"),
         (ChatError("refused"), 400, None),

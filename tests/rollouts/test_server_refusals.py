@@ -13,9 +13,8 @@ import pytest
 
 from helpers.fake_engine import HANG, Fail, FakeEngine
 from helpers.templates import NO_SYSTEM, make_tokenizer
-from palestra.errors import EngineError
 from palestra.models.tokenizer import Tokenizer
-from palestra.rollouts.base import EngineDead, VersionNotReady
+from palestra.rollouts.base import EngineDead, RequestRefused, VersionNotReady
 from rollouts.server_support import MODEL, WEATHER, StepEngine, eventually, raw_request, served
 
 USER: Any = [{"role": "user", "content": "Hi"}]
@@ -165,7 +164,7 @@ async def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path: 
     [
         (VersionNotReady("serves a@1", expected="version 2"), openai.ConflictError, "version_not_ready"),
         (EngineDead("the process is gone"), openai.InternalServerError, "engine_dead"),
-        (EngineError("the prompt has 9 tokens and the context is 8"), openai.BadRequestError, None),
+        (RequestRefused("the prompt has 9 tokens and the context is 8"), openai.BadRequestError, None),
         (ValueError("a fault of ours"), openai.InternalServerError, None),
     ],
 )  # fmt: skip
@@ -204,7 +203,7 @@ async def test_a_failure_within_a_stream_is_an_event_and_no_end(tokenizer: Token
 async def test_one_sample_that_fails_ends_the_others(tokenizer: Tokenizer) -> None:
     engine = FakeEngine([HANG, Fail("no"), HANG], tokenizer)
     async with served(engine, tokenizer) as server:
-        assert (await server.post(CHAT, {"messages": USER, "n": 3}))[0] == 400
+        assert (await server.post(CHAT, {"messages": USER, "n": 3}))[0] == 500
         assert (engine.running, server.serving.live) == (0, 0)
 
 

@@ -30,6 +30,10 @@ PauseMode = Literal["keep", "drain", "abort"]
 """What happens to running requests: they wait, finish first, or end with what they have (ABORTED)."""
 
 
+class RequestRefused(EngineError):
+    """The request cannot be answered as it was asked, now or later; the engine serves on."""
+
+
 class VersionNotReady(EngineError):
     """The engine does not serve the version that the request asks for. Asking again later may succeed."""
 
@@ -100,7 +104,7 @@ class Engine(Protocol):
         """Sample one completion. Cancelling the await frees the request's cache at once.
 
         ``on_token`` hears every token of the completion, in order, before the return.
-        Raises EngineError if the prompt is empty, holds a token outside the
+        Raises RequestRefused if the prompt is empty, holds a token outside the
         vocabulary, or leaves no room in the context, or where the adapter is not loaded;
         VersionNotReady where the version asked for does not serve. The engine goes on
         serving. EngineDead means that it does not.

@@ -1,8 +1,10 @@
-"""How large the cache may get, from what the user says or what the machine has."""
+"""Memory: how large the cache may get, and what is freed given back to the machine."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -51,3 +53,9 @@ def _free_bytes(device: torch.device) -> int:
     except OSError:  # not Linux: what is free without what could be freed
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def give_back_freed_memory() -> None:
+    """Return what the C library keeps of freed memory: who sleeps does it for others. glibc only."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -25,10 +25,17 @@ from palestra.errors import EngineError, WeightsError, boundary, nearest
 from palestra.models.config import ModelConfig
 from palestra.models.dtypes import TORCH_DTYPES, DtypeName
 from palestra.models.tokenizer import Tokenizer
-from palestra.rollouts.base import EngineStats, GenerateRequest, OnToken, PauseMode, VersionNotReady
+from palestra.rollouts.base import (
+    EngineStats,
+    GenerateRequest,
+    OnToken,
+    PauseMode,
+    RequestRefused,
+    VersionNotReady,
+)
 from palestra.rollouts.native.adapters import Adapter
 from palestra.rollouts.native.batch import DecodeBatch
-from palestra.rollouts.native.budget import cache_positions
+from palestra.rollouts.native.budget import cache_positions, give_back_freed_memory
 from palestra.rollouts.native.layers import Model
 from palestra.rollouts.native.linears import LinearOps
 from palestra.rollouts.native.rows import Row
@@ -49,6 +56,8 @@ from palestra.rollouts.native.worker import (
 )
 from palestra.types import Boundary, Completion, Manifest, SamplingParams, Version
 
+_COLDEST = 1e-5
+"""Logits divided by less leave the range of fp32."""
 _MAX_QUIET_WAITS = 16
 """Event-loop iterations for which a growing batch is held back at most."""
 
@@ -164,6 +173,7 @@ class NativeEngine:
         worker = self._running_worker()
         tokens = tuple(token_ids)
         self._check_tokens(tokens, "the sequence to score")
+        self._check_sampling(sampling)
         if len(tokens) > self._context:
             raise self._too_long(len(tokens), "the sequence to score", self._context)
         self._flush()
@@ -224,6 +234,7 @@ class NativeEngine:
             self._worker.post(Abort(answer))
             await asyncio.wrap_future(answer)
             await self._drop()
+            give_back_freed_memory()
 
     async def load_adapter(
         self, name: str, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
@@ -268,6 +279,7 @@ class NativeEngine:
         self._check_tokens(request.prompt_ids, label)
         if request.logit_bias:
             self._check_tokens(tuple(request.logit_bias), "logit_bias")
+        self._check_sampling(request.sampling)
         self._check_version(request)
         room = self._context - len(request.prompt_ids)
         if room < 1:
@@ -287,12 +299,19 @@ class NativeEngine:
             never_first=self._eos | frozenset(request.sampling.stop_token_ids),
         )
         if row.need > self._budget:
-            raise EngineError(
+            raise RequestRefused(
                 f"{label} and its completion may take {row.need} positions; the cache holds {self._budget}",
                 expected=f"at most {self._budget} tokens, prompt and max_new_tokens together",
                 next_command="lower max_new_tokens, or raise engine.cache_mb",
             )
         return row
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if 0 < sampling.temperature < _COLDEST:
+            raise RequestRefused(
+                f"logits cannot be divided by the temperature {sampling.temperature}",
+                expected=f"temperature 0 (the likeliest token), or at least {_COLDEST}",
+            )
 
     def _check_version(self, request: GenerateRequest) -> None:
         if self._version is None:
@@ -311,7 +330,7 @@ class NativeEngine:
     def _key_of(self, adapter: str) -> str:
         key = self._adapter_keys.get(adapter)
         if key is None:
-            raise EngineError(
+            raise RequestRefused(
                 f"no adapter named {adapter!r} is loaded",
                 expected=f"one of {', '.join(self.adapters)}" if self._adapter_keys else "a loaded adapter",
                 nearest=nearest(adapter, self._adapter_keys),
@@ -321,20 +340,20 @@ class NativeEngine:
 
     def _check_tokens(self, tokens: Sequence[int], label: str) -> None:
         if not tokens:
-            raise EngineError(f"{label} is empty", expected="at least one token")
+            raise RequestRefused(f"{label} is empty", expected="at least one token")
         size = self._config.vocab_size
         if min(tokens) < 0 or max(tokens) >= size:
             index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
-            raise EngineError(
+            raise RequestRefused(
                 f"{label} holds token {tokens[index]}, which the model does not have",
                 where=f"position {index}",
                 expected=f"tokens from 0 to {size - 1}",
             )
 
-    def _too_long(self, length: int, label: str, limit: int) -> EngineError:
+    def _too_long(self, length: int, label: str, limit: int) -> RequestRefused:
         most = self._config.max_positions
         raise_it = f", or raise context_tokens (the model allows {most})" if self._context < most else ""
-        return EngineError(
+        return RequestRefused(
             f"{label} has {length} tokens and the context is {self._context}",
             expected=f"at most {limit} tokens",
             next_command=f"shorten it{raise_it}",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import EngineError, WeightsError, nearest
+from palestra.rollouts.base import RequestRefused
 from palestra.rollouts.served.http import Refused
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class ServedAdapters:
     def check(self, name: str) -> None:
         """Raise EngineError if ``name`` is no adapter; the empty name is the model itself."""
         if name and name not in self._keys:
-            raise EngineError(
+            raise RequestRefused(
                 f"no adapter named {name!r} is loaded",
                 expected=f"one of {', '.join(self.names)}" if self._keys else "a loaded adapter",
                 nearest=nearest(name, self._keys),

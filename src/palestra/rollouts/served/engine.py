@@ -31,6 +31,7 @@ from palestra.rollouts.base import (
     GenerateRequest,
     OnToken,
     PauseMode,
+    RequestRefused,
     VersionNotReady,
 )
 from palestra.rollouts.native.stop import StopChecker
@@ -449,17 +450,17 @@ class ServedEngine(ABC):
 
     def _check_tokens(self, tokens: Sequence[int], label: str, most: int) -> None:
         if not tokens:
-            raise EngineError(f"{label} is empty", expected="at least one token")
+            raise RequestRefused(f"{label} is empty", expected="at least one token")
         if min(tokens) < 0 or max(tokens) >= self._vocabulary:
             index = next(i for i, token in enumerate(tokens) if not 0 <= token < self._vocabulary)
-            raise EngineError(
+            raise RequestRefused(
                 f"{label} holds token {tokens[index]}, which the model does not have",
                 where=f"position {index}",
                 expected=f"tokens from 0 to {self._vocabulary - 1}",
             )
         if len(tokens) > most:
             more = f", or raise context_tokens (the model allows {self._most_positions})"
-            raise EngineError(
+            raise RequestRefused(
                 f"{label} has {len(tokens)} tokens and the context is {self._context}",
                 expected=f"at most {most} tokens",
                 next_command="shorten it" + (more if self._context < self._most_positions else ""),

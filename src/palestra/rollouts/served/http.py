@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from palestra.errors import EngineError, MissingExtraError
+from palestra.rollouts.base import RequestRefused
 
 try:
     import aiohttp
@@ -27,6 +28,7 @@ _T = TypeVar("_T")
 MOST_CONNECTIONS = 512
 """Requests a server holds at once; further ones wait here, in their order."""
 _MOST_SHOWN = 2000
+_DECLINED = (400, 404, 413, 422)
 
 
 class Broken(EngineError):
@@ -39,6 +41,10 @@ class Refused(EngineError):
     def __init__(self, status: int, path: str, message: str) -> None:
         super().__init__(f"the engine answered {path} with {status}: {message[:_MOST_SHOWN]}")
         self.status = status
+
+
+class Declined(Refused, RequestRefused):
+    """The server answered that this request is wrong: it serves on."""
 
 
 class HttpClient:
@@ -94,7 +100,7 @@ class HttpClient:
                         return
                     value = json.loads(event)
                     if "error" in value:
-                        raise Refused(_code(value["error"]), path, _message(value["error"]))
+                        raise _refused(_code(value["error"]), path, _message(value["error"]))
                     yield value
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _broken(path, error) from error
@@ -160,7 +166,11 @@ async def _check(response: aiohttp.ClientResponse, path: str) -> None:
         message = _message(json.loads(text))
     except ValueError:
         message = text
-    raise Refused(response.status, path, message)
+    raise _refused(response.status, path, message)
+
+
+def _refused(status: int, path: str, message: str) -> Refused:
+    return (Declined if status in _DECLINED else Refused)(status, path, message)
 
 
 def _message(value: Any) -> str:

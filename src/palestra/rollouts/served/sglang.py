@@ -17,7 +17,7 @@ from typing import Any
 
 from palestra.errors import EngineError
 from palestra.models.dtypes import DtypeName
-from palestra.rollouts.base import GenerateRequest, PauseMode
+from palestra.rollouts.base import GenerateRequest, PauseMode, RequestRefused
 from palestra.rollouts.served.child import ChildServer
 from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
 from palestra.rollouts.served.http import HttpClient, Refused
@@ -64,7 +64,7 @@ class SglangEngine(ServedEngine):
 
     def _refuse(self, request: GenerateRequest) -> None:
         if 0 < request.sampling.temperature < _COLDEST:
-            raise EngineError(
+            raise RequestRefused(
                 f"SGLang samples greedily at temperature {request.sampling.temperature}",
                 expected=f"temperature 0, or at least {_COLDEST}",
             )
@@ -146,7 +146,7 @@ class SglangEngine(ServedEngine):
     async def _scored(self, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[float, ...]:
         shaped = (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, 0)
         if shaped and sampling.temperature != 0:
-            raise EngineError(
+            raise RequestRefused(
                 f"SGLang scores prompts at temperature 1 without top-k or top-p only, not at {sampling}",
                 expected="SamplingParams()",
             )

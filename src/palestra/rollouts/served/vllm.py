@@ -21,7 +21,7 @@ from typing import Any
 from palestra.errors import EngineError
 from palestra.models.cache import default_cache
 from palestra.models.dtypes import DtypeName
-from palestra.rollouts.base import GenerateRequest, PauseMode
+from palestra.rollouts.base import GenerateRequest, PauseMode, RequestRefused
 from palestra.rollouts.served.child import ChildServer
 from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
 from palestra.rollouts.served.http import HttpClient
@@ -81,7 +81,7 @@ class VllmEngine(ServedEngine):
 
     def _refuse(self, request: GenerateRequest) -> None:
         if 0 < request.sampling.temperature < _COLDEST:
-            raise EngineError(
+            raise RequestRefused(
                 f"vLLM samples at {_COLDEST} where temperature {request.sampling.temperature} is asked for",
                 expected=f"temperature 0, or at least {_COLDEST}",
             )

@@ -14,8 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from palestra.errors import ChatError, EngineError, ModelSourceError, PalestraError, WeightsError
-from palestra.rollouts.base import EngineDead, VersionNotReady
+from palestra.errors import ChatError, ModelSourceError, PalestraError, WeightsError
+from palestra.rollouts.base import EngineDead, RequestRefused, VersionNotReady
 from palestra.types import Boundary
 
 log = logging.getLogger("palestra.rollouts.server")
@@ -86,9 +86,8 @@ def _status(error: PalestraError) -> int:
         return 409
     if isinstance(error, EngineDead):
         return 503
-    if error.detail:  # a traceback: something broke that the client did not ask for
-        return 500
-    return 400 if isinstance(error, (EngineError, ChatError, WeightsError, ModelSourceError)) else 500
+    asked_wrongly = isinstance(error, (RequestRefused, ChatError, WeightsError, ModelSourceError))
+    return 400 if asked_wrongly and not error.detail else 500  # a detail is a traceback: something broke
 
 
 def _code(error: PalestraError) -> str | None:
