@@ -44,6 +44,7 @@ def identity_of(
         "tasks": f"{len(tasks)} tasks, digest {tasks_digest(tasks)[:16]}",
         "evaluation_tasks": f"{len(evaluation_tasks)} tasks, digest {tasks_digest(evaluation_tasks)[:16]}",
         "dtypes": dict(dtypes),
+        "trainer.lora": job.trainer.lora or None,
         **_flat(settings),
     }
 
