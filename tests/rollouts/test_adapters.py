@@ -240,3 +240,19 @@ async def test_adapters_that_peft_saves_give_the_numbers_that_peft_computes(
             logits = with_adapter(torch.tensor([[*prompt, *found.token_ids]])).logits[0, len(prompt) - 1 : -1]
         theirs = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(found.logprobs), theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["tensor", "alpha"])
+async def test_an_adapter_that_is_not_finite_is_refused(
+    tiny: Tiny, serve: Callable[..., Any], how: str
+) -> None:
+    """Else every request with it fails, and the error would blame the model's own weights."""
+    engine = await serve()
+    config, tensors = make_lora(tiny.tensors)
+    if how == "tensor":
+        next(iter(tensors.values()))[0, 0] = float("nan")
+    else:
+        config["lora_alpha"] = 1e308
+    with pytest.raises(WeightsError, match="not finite"):
+        await engine.load_adapter("maths", config, tensors.items())
+    assert engine.adapters == ()

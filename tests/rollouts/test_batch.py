@@ -25,9 +25,14 @@ CONTEXT = 256
 
 
 def make_batch(
-    tiny: Tiny, max_running: int = 4, *, budget: int = 64 * CONTEXT, prefix_budget: int = 4 * CONTEXT
+    tiny: Tiny,
+    max_running: int = 4,
+    *,
+    budget: int = 64 * CONTEXT,
+    prefix_budget: int = 4 * CONTEXT,
+    compiled: bool = True,
 ) -> DecodeBatch:
-    model, weights = tiny.weights()
+    model, weights = tiny.weights(compiled=compiled)
     batch = DecodeBatch(
         model, max_running=max_running, context=CONTEXT, budget=budget, prefix_budget=prefix_budget
     )
@@ -70,8 +75,8 @@ def tokens_of(row: Row) -> tuple[int, ...]:
     return row.outcome.token_ids
 
 
-def alone(tiny: Tiny, prompt: list[int], **params: object) -> tuple[int, ...]:
-    batch = make_batch(tiny, max_running=1)
+def alone(tiny: Tiny, prompt: list[int], *, compiled: bool = True, **params: object) -> tuple[int, ...]:
+    batch = make_batch(tiny, max_running=1, compiled=compiled)
     row = make_row(prompt, **params)
     batch.submit([row])
     run(batch)
@@ -422,6 +427,61 @@ def test_a_session_never_computes_upon_another_versions_keys(tiny: Tiny) -> None
     assert tokens_of(second) == tokens_of(expected)
 
 
+def test_what_one_session_left_never_reaches_anothers_numbers(tiny: Tiny) -> None:
+    """Two requests with one prompt: the one that went on from kept positions lends them to nobody else."""
+    history = ragged_prompts(1, seed=31)[0]
+    first = make_row(history, session="s", seed=1)
+    prompt = [*history, *alone(tiny, history, seed=1), 9]
+    batch = make_batch(tiny)
+    batch.submit([first])
+    run(batch)
+    resumed = make_row(prompt, session="s", seed=5, max_new_tokens=20)
+    stranger, other = make_row(prompt, seed=5), make_row(prompt, session="t", seed=5)
+    batch.submit([resumed])
+    batch.step()
+    batch.submit([stranger, other])
+    run(batch)
+    assert resumed.resumed
+    plain = make_batch(tiny)
+    expected = make_row(prompt, seed=5)
+    plain.submit([expected])
+    run(plain)
+    for row in (stranger, other):
+        assert row.outcome == expected.outcome, "tokens and logprobs, to the bit"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("how", ["finish", "cancel in prefill", "abort"])
+def test_what_is_not_a_number_stays_with_the_rows_it_came_from(tiny: Tiny, compiled: bool, how: str) -> None:
+    """A diverged version fills many slots with nan; whoever gets them later computes as if they were new."""
+    batch = make_batch(tiny, max_running=16, compiled=compiled)
+    good = batch._weights
+    assert good is not None
+    broken = {name: t.clone() for name, t in tiny.tensors.items()}
+    broken["model.layers.0.self_attn.v_proj.weight"].fill_(float("nan"))
+    weights, _ = load(tiny.config, batch._model.ops, manifest_of(broken), broken.items())
+    batch.install(weights, Version("test", 1))
+    bad = [make_row([i + 1] * (PIECE + 20), max_new_tokens=4) for i in range(16)]
+    batch.submit(bad)
+    if how == "finish":
+        run(batch)
+    else:
+        busy = make_row([9, 9], max_new_tokens=90)
+        batch.submit([busy])
+        batch.step()
+        for row in bad[::2] if how == "cancel in prefill" else ():
+            batch.cancel(row)
+        batch.abort(waiting=True)
+        batch.take_ended()
+    batch.install(good, Version("test", 2))
+    prompts = ragged_prompts(16, seed=32)
+    rows = [make_row([*p, *[7] * PIECE], seed=i) for i, p in enumerate(prompts)]
+    batch.submit(rows)
+    run(batch)
+    for i, row in enumerate(rows):
+        assert tokens_of(row) == alone(tiny, list(row.prompt), seed=i, compiled=compiled)
+
+
 def test_without_a_session_nothing_is_kept(tiny: Tiny) -> None:
     batch = make_batch(tiny)
     batch.submit([make_row([1, 2, 3])])
@@ -483,6 +543,16 @@ def test_a_logit_bias_moves_one_row_and_no_other(tiny: Tiny) -> None:
     run(batch)
     assert set(tokens_of(forced)) == {77}
     assert tokens_of(plain) == alone(tiny, [1, 2], seed=1)
+
+
+def test_a_row_that_has_ended_may_still_be_cancelled_and_is_then_forgotten(tiny: Tiny) -> None:
+    batch = make_batch(tiny)
+    rows = [make_row([i + 1], max_new_tokens=30) for i in range(2)]
+    batch.submit(rows)
+    batch.step()
+    batch.abort(waiting=True)
+    batch.cancel(rows[0])
+    assert batch.take_ended() == rows[1:]
 
 
 @pytest.mark.parametrize("waiting", [True, False])

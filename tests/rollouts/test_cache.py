@@ -93,13 +93,30 @@ def test_a_copy_pasted_elsewhere_is_what_was_stored(tiny: Tiny) -> None:
     write(tiny, pool, second, 9)
     copy = pool.copied(second.slot, 9)
     assert copy.shape == (2, tiny.config.layers, tiny.config.kv_heads, 9, tiny.config.head_dim)
-    pool.clear(second.slot)
-    assert not any(t.any() for t in (*pool.keys, *pool.values))
+    pool.leave(second)
+    pool.enter(Owner(6.0))
+    assert not any(t.any() for t in (*pool.keys, *pool.values)), "a slot that somebody had is wiped"
     guest = Owner(5.0, stored=7)
     other.enter(guest)
     other.paste(guest.slot, copy, 7)
     check(tiny, other)
     assert not other.read(0, guest.slot, 8)[0][:, 7].any()
+
+
+def test_nothing_of_an_earlier_owner_lies_behind_what_is_stored(tiny: Tiny) -> None:
+    pool = pool_of(tiny, 4)
+    owners = [Owner(float(i + 1)) for i in range(4)]
+    for owner, tokens in zip(owners, (20, 5, 25, 3), strict=True):
+        pool.enter(owner)
+        write(tiny, pool, owner, tokens)
+    pool.promote(owners[3])
+    pool.promote(owners[1])
+    pool.leave(owners[0])
+    check(tiny, pool)
+    for owner in pool.owners:
+        keys, values = pool.read(0, owner.slot, pool.capacity)
+        assert not keys[:, owner.stored :].any()
+        assert not values[:, owner.stored :].any()
 
 
 def test_single_tokens_go_to_their_row_and_position(tiny: Tiny) -> None:

@@ -205,6 +205,60 @@ async def test_aborting_ends_what_runs_with_its_tokens_and_keeps_what_waits(serv
     assert (await waits).stop_reason is StopReason.LENGTH
 
 
+@pytest.mark.parametrize("then", ["resume", "sleep", "commit"])
+async def test_requests_cancelled_while_they_are_aborted_harm_nobody(
+    tiny: Tiny, serve: Start, then: str
+) -> None:
+    """A cancel may meet a row that has just ended: the decode thread lives, and nothing waits for ever."""
+    engine = await serve(eos_token_ids=(), context_tokens=256)
+    for round_ in range(5):
+        jobs = [asyncio.create_task(engine.generate(request([i + 1], max_new_tokens=200))) for i in range(8)]
+        await until(lambda: engine.stats().running == 8)
+        if then == "commit":
+            bound = GenerateRequest((1,), SamplingParams(max_new_tokens=200), exact_version=round_)
+            jobs += [asyncio.create_task(engine.generate(bound)) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            ending: Any = asyncio.create_task(serve_next(engine, tiny, round_ + 1))
+        else:
+            ending = asyncio.create_task(engine.pause("abort") if then == "resume" else engine.sleep())
+        await asyncio.sleep(0)
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait_for(ending, 60)
+        await asyncio.gather(*jobs, return_exceptions=True)
+        if then == "sleep":
+            await engine.start(manifest_of(tiny.tensors), tiny.tensors.items())
+        await engine.resume()
+        assert len((await engine.generate(request([1], max_new_tokens=2))).token_ids) == 2
+
+
+async def test_what_is_held_already_is_drained_at_once(serve: Start) -> None:
+    engine = await serve(eos_token_ids=(), context_tokens=256)
+    job = asyncio.create_task(engine.generate(request([1, 2], max_new_tokens=60)))
+    await until(lambda: engine.stats().running == 1)
+    await engine.pause("keep")
+    await asyncio.wait_for(engine.pause("drain"), 30)
+    assert not job.done()
+    await engine.resume()
+    assert len((await job).token_ids) == 60
+
+
+async def test_a_pause_that_was_cancelled_pauses_nothing(serve: Start) -> None:
+    engine = await serve(eos_token_ids=(), context_tokens=256)
+    job = asyncio.create_task(engine.generate(request([1, 2], max_new_tokens=120)))
+    await until(lambda: engine.stats().running == 1)
+    drain = asyncio.create_task(engine.pause("drain"))
+    await asyncio.sleep(0.01)
+    drain.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await drain
+    await job
+    assert len((await engine.generate(request([3], max_new_tokens=3))).token_ids) == 3
+    with pytest.raises(EngineError, match="no pause mode 'freeze'"):
+        await engine.pause("freeze")  # type: ignore[arg-type]
+    await engine.generate(request([3], max_new_tokens=3))
+
+
 async def test_closing_a_paused_engine_leaves_nobody_waiting(serve: Start) -> None:
     engine = await serve()
     await engine.pause()
@@ -333,6 +387,20 @@ async def test_a_request_that_could_never_fit_the_cache_is_refused_with_both_num
         await engine.generate(request([1] * 2, max_new_tokens=50))
     with pytest.raises(EngineError, match="a full context has"):
         NativeEngine(tiny.folder, dtype="fp32", cache_mb=-1)
+
+
+@pytest.mark.parametrize("wrong", [(1.5,), (True,), ("a",), (None,), (1, None)])
+def test_what_is_no_token_id_makes_no_request(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="must hold token ids"):
+        GenerateRequest(wrong, SamplingParams())
+    with pytest.raises(TypeError, match="must hold token ids"):
+        GenerateRequest((1,), SamplingParams(), logit_bias={wrong[-1]: 1.0})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "x", None])
+def test_a_bias_is_a_number_within_reach(value: Any) -> None:
+    with pytest.raises(ValueError, match="logit_bias"):
+        GenerateRequest((1,), SamplingParams(), logit_bias={5: value})
 
 
 async def test_a_bias_on_a_token_that_is_not_there_is_refused(serve: Start) -> None:

@@ -46,6 +46,9 @@ class Replica:
         self.paused: list[str] = []
         self.closed = False
         self.scores = 0
+        self.commit_gate: asyncio.Event | None = None
+        self.commit_error: Exception | None = None
+        self.score_gate: asyncio.Event | None = None
         self.loaded: dict[str, list[str]] = {}
         self._version: Version | None = None
         self._staged: Version | None = None
@@ -79,6 +82,8 @@ class Replica:
     async def score(self, token_ids: Sequence[int], sampling: SamplingParams) -> tuple[float, ...]:
         self._check()
         self.scores += 1
+        if self.score_gate is not None:
+            await self.score_gate.wait()
         return (-0.5 - self.offset,) * (len(token_ids) - 1)
 
     async def stage(self, manifest: Manifest, tensors: Iterable[tuple[str, Any]]) -> str:
@@ -91,6 +96,12 @@ class Replica:
 
     async def commit(self, version: Version) -> None:
         self._check()
+        if self._staged != version:
+            raise WeightsError(f"{version} is not staged")
+        if self.commit_gate is not None:
+            await self.commit_gate.wait()
+        if self.commit_error is not None:
+            raise self.commit_error
         self._version = version
 
     @property
@@ -329,6 +340,96 @@ async def test_nothing_serves_between_a_commit_and_its_proof() -> None:
     await router.score((1, 2), SamplingParams())
     assert (await job).versions == (2, 2, 2)
     assert a.scores == b.scores == 2
+
+
+async def test_nothing_serves_while_some_have_committed_and_others_have_not() -> None:
+    a, b = Replica(), Replica()
+    router = await routed(a, b)
+    b.commit_gate = asyncio.Event()
+    await router.stage(manifest(2), [])
+    commit = asyncio.create_task(router.commit(Version("r", 2)))
+    await asyncio.sleep(0.01)
+    assert a.version == Version("r", 2)
+    job = asyncio.create_task(router.generate(request()))
+    await asyncio.sleep(0.01)
+    assert not a.asked
+    assert not b.asked
+    b.commit_gate.set()
+    await commit
+    await router.score((1, 2), SamplingParams())
+    assert (await job).versions == (2, 2, 2)
+
+
+async def test_a_cancelled_commit_is_finished_everywhere_before_it_says_so() -> None:
+    a, b = Replica(), Replica()
+    router = await routed(a, b)
+    b.commit_gate = asyncio.Event()
+    await router.stage(manifest(2), [])
+    commit = asyncio.create_task(router.commit(Version("r", 2)))
+    await asyncio.sleep(0.01)
+    commit.cancel()
+    await asyncio.sleep(0.01)
+    assert not commit.done()
+    b.commit_gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    assert router.version == Version("r", 2)
+    assert all(replica.alive for replica in router.replicas)
+
+
+async def test_a_commit_that_raises_anything_at_all_puts_that_replica_out() -> None:
+    a, b = Replica(), Replica()
+    router = await routed(a, b)
+    b.commit_error = RuntimeError("out of memory")
+    await router.stage(manifest(2), [])
+    await router.commit(Version("r", 2))
+    assert "out of memory" in router.replicas[1].lost
+    await router.score((1, 2), SamplingParams())
+    assert (await router.generate(request())).versions == (2, 2, 2)
+    a.commit_error = RuntimeError("too")
+    await router.stage(manifest(3), [])
+    with pytest.raises(EngineDead, match="RuntimeError: too"):
+        await router.commit(Version("r", 3))
+
+
+async def test_a_proof_of_the_last_version_proves_nothing_of_the_next() -> None:
+    a = Replica()
+    router = await routed(a, prove=False, proof_s=0.05)
+    a.score_gate = asyncio.Event()
+    proving = asyncio.create_task(router.score((1, 2), SamplingParams()))
+    await asyncio.sleep(0.01)
+    await router.stage(manifest(2), [])
+    await router.commit(Version("r", 2))
+    a.score_gate.set()
+    await proving
+    with pytest.raises(VersionNotReady, match="no version was proven"):
+        await router.generate(request())
+
+
+async def test_nobody_joins_between_a_stage_and_its_commit() -> None:
+    a, fresh = Replica(), Replica()
+    router = await routed(a)
+    await router.stage(manifest(2), [])
+    with pytest.raises(WeightsError, match="r@2 is staged on the others"):
+        await router.join("new", fresh, PROOF, [])
+    await router.commit(Version("r", 2))
+    assert [replica.name for replica in router.replicas] == ["a"]
+
+
+async def test_nobody_joins_in_the_middle_of_a_commit() -> None:
+    a, fresh = Replica(), Replica()
+    router = await routed(a)
+    a.commit_gate = asyncio.Event()
+    await router.stage(manifest(2, "cd" * 16), [])
+    commit = asyncio.create_task(router.commit(Version("r", 2)))
+    joining = asyncio.create_task(router.join("new", fresh, PROOF, []))
+    await asyncio.sleep(0.01)
+    a.commit_gate.set()
+    await commit
+    with pytest.raises(WeightsError, match="the replicas serve"):
+        await joining
+    await router.score((1, 2), SamplingParams())
+    assert (await router.generate(request())).versions == (2, 2, 2)
 
 
 async def test_without_a_proof_a_request_gives_up_and_says_what_is_missing() -> None:

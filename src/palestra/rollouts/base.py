@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -22,6 +23,9 @@ from palestra.types import Completion, Manifest, SamplingParams, Version
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+MOST_BIAS = 1e6
+"""Added to a logit at most: enough to force or forbid a token, and within fp32."""
 
 OnToken = Callable[[int, float, int], None]
 """Called on the event loop with each token, its logprob and its version, in order."""
@@ -66,13 +70,28 @@ class GenerateRequest:
     """Added to the logits of these tokens before temperature; as ``min_new_tokens``, for serving."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "prompt_ids", _token_ids(self.prompt_ids, "prompt_ids"))
+        bias = dict(zip(_token_ids(self.logit_bias, "logit_bias"), self.logit_bias.values(), strict=True))
+        for token, value in bias.items():
+            if not isinstance(value, int | float) or not abs(value) <= MOST_BIAS:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"logit_bias[{token}] must be a number from -{MOST_BIAS:g} to {MOST_BIAS:g}")
+        object.__setattr__(self, "logit_bias", MappingProxyType(bias))
         if self.min_new_tokens < 0 or self.min_new_tokens > self.sampling.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens must be in 0..max_new_tokens ({self.sampling.max_new_tokens}), "
                 f"got {self.min_new_tokens}"
             )
+
+
+def _token_ids(given: Iterable[int], what: str) -> tuple[int, ...]:
+    """``given`` as plain integers; TypeError for anything that is no integer."""
+    ids = tuple(given)
+    if set(map(type, ids)) <= {int}:
+        return ids
+    for value in ids:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{what} must hold token ids, got {value!r}")
+    return tuple(map(index, ids))
 
 
 @dataclass(frozen=True, slots=True)

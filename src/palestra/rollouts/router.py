@@ -15,12 +15,12 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from palestra.errors import EngineError, PalestraError, WeightsError
+from palestra.errors import EngineError, PalestraError, WeightsError, traceback_of
 from palestra.rollouts.base import (
     AdapterHost,
     Engine,
@@ -96,6 +96,9 @@ class Router:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._proof_s = proof_s
         self._proven = asyncio.Event()
+        self._epoch = 0
+        """How often everybody has become unproven: a proof counts for the epoch in which it began."""
+        self._update = asyncio.Lock()
         self._staged: Manifest | None = None
         self._served: Manifest | None = None
         self.resent = 0
@@ -110,9 +113,10 @@ class Router:
     async def start(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Start every replica; those that fail are out, and if all fail the first failure is raised."""
         held = list(tensors)
-        self._unprove()
-        await self._each("start", lambda replica: self._started(replica, manifest, held))
-        self._served = manifest
+        async with self._update:
+            self._unprove()
+            await self._each("start", lambda replica: self._started(replica, manifest, held))
+            self._served = manifest
         return manifest.digest
 
     async def generate(self, request: GenerateRequest, on_token: OnToken | None = None) -> Completion:
@@ -151,7 +155,7 @@ class Router:
                 return await replica.engine.score(token_ids, sampling)
             except EngineDead as error:
                 self._lose(replica, error)
-        living = self._living()
+        living, epoch = self._living(), self._epoch
         found = await self._each("score", lambda r: r.engine.score(token_ids, sampling))
         first = next(iter(found.values()))
         for name, logprobs in found.items():
@@ -162,25 +166,34 @@ class Router:
                     expected=f"at most {self.agreement:g}: they hold the same weights",
                     next_command="replace the replica that is wrong, or sync again",
                 )
-        for replica in living:
-            replica.proven = replica.alive
-        self._proven.set()
+        if epoch == self._epoch:  # else these are the logprobs of a version that has gone
+            for replica in living:
+                replica.proven = replica.alive
+            self._proven.set()
         return first
 
     async def stage(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Stage on every living replica; the tensors are produced once. A replica that fails is out."""
         held = list(tensors)
-        await self._each("stage", lambda replica: self._took(replica, manifest, held))
-        self._staged = manifest
+        async with self._update:
+            await self._each("stage", lambda replica: self._took(replica, manifest, held))
+            self._staged = manifest
         return manifest.digest
 
     async def commit(self, version: Version) -> None:
-        """Commit on every living replica; one that fails is out, its weights unknown."""
-        if self._staged is None or self._staged.version != version:
-            raise WeightsError(f"{version} cannot be committed: it is not staged", expected="stage it first")
-        await self._each("commit", lambda replica: replica.engine.commit(version))
-        self._served, self._staged = self._staged, None
-        self._unprove()
+        """Commit on every living replica; one that fails is out, its weights unknown.
+
+        Cancelling waits for all of them: half of the replicas on one version is no state to leave.
+        """
+        async with self._update:
+            if self._staged is None or self._staged.version != version:
+                raise WeightsError(
+                    f"{version} cannot be committed: it is not staged", expected="stage it first"
+                )
+            self._unprove()  # before the first replica serves what nobody has proven
+            staged, self._staged = self._staged, None
+            await _to_the_end(self._each("commit", lambda replica: replica.engine.commit(version)))
+            self._served = staged
 
     @property
     def version(self) -> Version | None:
@@ -217,9 +230,10 @@ class Router:
 
     async def sleep(self) -> None:
         """Put every living replica to sleep; ``start`` wakes them."""
-        await self._each("sleep", lambda r: _sleeper(r).sleep())
-        self._served = None
-        self._unprove()
+        async with self._update:
+            self._unprove()
+            self._served = self._staged = None
+            await self._each("sleep", lambda r: _sleeper(r).sleep())
 
     # -- adapters
 
@@ -262,9 +276,18 @@ class Router:
                 expected=f"at most {proof.tolerance:g}",
                 next_command="start another engine: this one computes something else",
             )
-        self._check_current(proof.manifest)  # a sync may have happened meanwhile
-        replica.proven = True
-        self._replicas[name] = replica
+        async with self._update:  # a sync may have happened meanwhile, or be under way
+            self._check_current(proof.manifest)
+            if self._staged is not None:
+                raise WeightsError(
+                    f"{self._staged.version} is staged on the others and not on {name}",
+                    expected="a replica joins between two syncs",
+                    next_command="commit, then join with the new version's proof",
+                )
+            replica.proven = True
+            self._replicas[name] = replica
+            if all(other.proven for other in self._living()):
+                self._proven.set()
 
     def remove(self, name: str) -> Engine:
         """Take a replica out, alive or lost, and return its engine, which the caller closes."""
@@ -289,6 +312,7 @@ class Router:
         return living
 
     def _unprove(self) -> None:
+        self._epoch += 1
         self._proven.clear()
         for replica in self._replicas.values():
             replica.proven = False
@@ -366,8 +390,8 @@ class Router:
         found: dict[str, _T] = {}
         failures: list[PalestraError] = []
         for replica, result in zip(living, results, strict=True):
-            if isinstance(result, PalestraError):
-                failures.append(result)
+            if isinstance(result, Exception):
+                failures.append(_named(result, f"{what} on replica {replica.name}"))
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -375,9 +399,32 @@ class Router:
         if not found:
             raise failures[0]
         for replica, result in zip(living, results, strict=True):
-            if isinstance(result, PalestraError):
-                self._lose(replica, EngineDead(f"{what} failed: {result}"))
+            if isinstance(result, Exception):
+                self._lose(replica, EngineDead(f"{what} failed: {_named(result, what)}"))
         return found
+
+
+async def _to_the_end(work: Coroutine[Any, Any, object]) -> None:
+    """Await ``work`` even when cancelled; the cancellation is raised when it is done."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+def _named(error: Exception, doing: str) -> PalestraError:
+    """``error`` as one that has a boundary."""
+    if isinstance(error, PalestraError):
+        return error
+    return EngineDead(f"{doing} raised {type(error).__name__}: {error}", detail=traceback_of(error))
 
 
 def _serves(version: Version | None, request: GenerateRequest) -> bool:

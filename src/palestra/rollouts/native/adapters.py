@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palestra.errors import WeightsError
 from palestra.models.config import ModelConfig
 from palestra.models.lora import LowRank, parse_adapter
 from palestra.rollouts.native.linears import Linear, LinearOps
@@ -65,6 +66,12 @@ def _delta(ops: LinearOps, rows: int, members: Sequence[tuple[Part, LowRank]]) -
         block = change.up_OR.float() * change.scale
         up_OR[part.first_row : part.first_row + part.shape[0], rank : rank + block.shape[1]] = block
         rank += block.shape[1]
+    if not (down_RI.isfinite().all() and up_OR.isfinite().all()):
+        raise WeightsError(
+            "the adapter holds numbers that are not finite",
+            where="the LoRA adapter",
+            expected="finite matrices and a finite lora_alpha: its training may have diverged",
+        )
     return Delta(ops.make(down_RI.to(ops.dtype)), ops.make(up_OR.to(ops.dtype)))
 
 

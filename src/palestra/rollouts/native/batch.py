@@ -51,7 +51,12 @@ class DecodeBatch:
         """By key: a name and the count of loads, so that rows keep the one they began with."""
         device = model.cos_P1D.device
         self.cache: KVCache[Row] = KVCache(
-            model.config, context=context, budget=budget, dtype=model.ops.dtype, device=device
+            model.config,
+            context=context,
+            budget=budget,
+            dtype=model.ops.dtype,
+            device=device,
+            reads_beyond=model.kernels is None,
         )
         self.prefixes = PrefixStore(prefix_budget)
         self._model = model
@@ -86,6 +91,7 @@ class DecodeBatch:
         for row in self._filling:
             row.filled = 0
             row.one_version = True
+            row.resumed = False
         for row in [*self._waiting, *self.running]:
             if row.request.exact_version not in (None, version.number):
                 row.outcome = VersionNotReady(
@@ -101,6 +107,8 @@ class DecodeBatch:
         if row.pool is not None:
             self._leave(row)
         self._waiting.pop(row, None)
+        if row in self._ended:
+            self._ended.remove(row)
 
     def abort(self, *, waiting: bool) -> None:
         """End running rows, and waiting ones if asked, with the tokens they have."""
@@ -200,6 +208,7 @@ class DecodeBatch:
         if found is not None:
             prefix, row.filled = found
             pool.paste(row.slot, prefix.cache_2LKTD, row.filled)
+            row.resumed = True
             self.reused_tokens += row.filled
 
     def _fill(self) -> None:
@@ -226,12 +235,15 @@ class DecodeBatch:
             self._sample(ready, logits_NV)
 
     def _leaders(self) -> dict[Row, Row]:
-        """For each row in prefill, the row that computes its prompt: an earlier one with it, or itself."""
-        first: dict[tuple[str, tuple[int, ...]], Row] = {}
+        """For each row in prefill, the row that computes its prompt: an earlier one with it, or itself.
+
+        What went on from a session's own positions stays within that session.
+        """
+        first: dict[tuple[str, str, tuple[int, ...]], Row] = {}
         for row in self._decoding():
             if row.prompt_logits_V is not None:
-                first.setdefault((row.adapter, row.prompt), row)
-        return {row: first.setdefault((row.adapter, row.prompt), row) for row in self._filling}
+                first.setdefault(_sharing_key(row), row)
+        return {row: first.setdefault(_sharing_key(row), row) for row in self._filling}
 
     def _pieces(self, rows: Sequence[Row]) -> tuple[list[tuple[Row, forward.Piece]], dict[Row, int]]:
         """What to compute now, and for the prompts that this completes, the index of their last token."""
@@ -281,9 +293,8 @@ class DecodeBatch:
     def _end(self, row: Row) -> None:
         """``row`` has its outcome: it leaves, and its session keeps what may be computed upon."""
         if row.pool is not None:
-            if isinstance(row.outcome, EngineError):
-                row.pool.clear(row.slot)
-            elif row.session_key[0] and row.one_version and row.tokens:
+            kept = isinstance(row.outcome, Completion) and row.session_key[0] and row.tokens
+            if kept and row.one_version:
                 self._keep(row, row.pool)
             self._leave(row)
         self._waiting.pop(row, None)
@@ -301,6 +312,10 @@ class DecodeBatch:
         row.pool = None
         row.prompt_logits_V = None
         self._filling.pop(row, None)
+
+
+def _sharing_key(row: Row) -> tuple[str, str, tuple[int, ...]]:
+    return row.adapter, row.request.session if row.resumed else "", row.prompt
 
 
 def _biased(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -4,9 +4,9 @@ A request gets a slot that holds all it may ever need, so what was admitted alwa
 finishes, and a long request never makes a short one read its length. A pool's
 slots in use are always a prefix of it, those that decode before those whose prompt
 is still being computed, so attention reads views and never gathers. A slot is
-moved only when one before it becomes free. Memory is zero where nothing was
-written (masked positions are multiplied by a weight of 0, and 0 times garbage could
-be nan). Which slot a request has changes no number.
+moved only when one before it becomes free. Where attention reads beyond a request's
+length, what lies there is zero: it is multiplied by a weight of 0, and 0 times an
+earlier request's nan would be nan. Which slot a request has changes no number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,16 @@ T = TypeVar("T", bound=Owner)
 class Pool(Generic[T]):
     """Slots of one size: ``keys[layer]`` and ``values[layer]`` are [slots * kv_heads, capacity, head_dim]."""
 
-    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        reads_beyond: bool = True,
+    ) -> None:
+        """``reads_beyond``: whether attention reads more positions than a request stores."""
         self.capacity = capacity
         self.slots = 0
         self.owners: list[T] = []
@@ -57,11 +66,17 @@ class Pool(Generic[T]):
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._reads_beyond = reads_beyond
+        self._touched = 0
+        """Slots, from the first, that somebody has had."""
 
     def enter(self, owner: T) -> None:
         """Give ``owner`` the next free slot."""
         owner.slot = len(self.owners)
         self.owners.append(owner)
+        if owner.slot < self._touched:
+            self._wipe(owner.slot, 0)
+        self._touched = max(self._touched, len(self.owners))
 
     def promote(self, owner: T) -> None:
         """``owner``'s prompt is complete: it decodes from now on."""
@@ -92,6 +107,7 @@ class Pool(Generic[T]):
                 else:
                     tensors.append(fresh)
         self.slots = slots
+        self._touched = held
 
     def write(self, layer: int, slot: int, start: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         """Store keys and values of consecutive positions from ``start``."""
@@ -135,19 +151,21 @@ class Pool(Generic[T]):
             for layer in range(self._config.layers):
                 mine[layer][to, :tokens] = theirs[layer][of, :tokens]
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot: after a row whose numbers were not finite."""
-        for tensor in (*self.keys, *self.values):
-            tensor[self._rows(slot)].zero_()
-
     def _rows(self, slot: int) -> slice:
         return slice(slot * self._config.kv_heads, (slot + 1) * self._config.kv_heads)
+
+    def _wipe(self, slot: int, start: int) -> None:
+        """Zero a slot from position ``start`` on, if attention may read there."""
+        if self._reads_beyond:
+            for tensor in (*self.keys, *self.values):
+                tensor[self._rows(slot), start:].zero_()
 
     def _move(self, source: int, target: int) -> None:
         if source == target:
             return
         mover = self.owners[source]
         self.fill_from(self, source, target, mover.stored)
+        self._wipe(target, mover.stored)
         self.owners[target] = mover
         mover.slot = target
 
@@ -155,6 +173,7 @@ class Pool(Generic[T]):
         held, saved = self.owners[other], self.copied(other, self.owners[other].stored)
         self._move(one, other)
         self.paste(one, saved, held.stored)
+        self._wipe(one, held.stored)
         self.owners[one] = held
         held.slot = one
 
@@ -179,7 +198,10 @@ class KVCache(Generic[T]):
         budget: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        reads_beyond: bool = True,
     ) -> None:
+        """``reads_beyond``: as of `Pool`."""
+        self._reads_beyond = reads_beyond
         self.pools: dict[int, Pool[T]] = {}
         self.budget = budget
         self._config = config
@@ -220,7 +242,9 @@ class KVCache(Generic[T]):
             room = (self.budget - elsewhere - self.reserved) // capacity
         if room < 1:
             return None
-        pool = self.pools.setdefault(capacity, Pool(self._config, capacity, self._dtype, self._device))
+        pool = self.pools.setdefault(
+            capacity, Pool(self._config, capacity, self._dtype, self._device, reads_beyond=self._reads_beyond)
+        )
         pool.resize(slots + min(wanted, room))
         return pool
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -114,6 +114,7 @@ class NativeEngine:
         self._adapter_loads = 0
         self._update = asyncio.Lock()
         self._closed = False
+        self._paused = False
         self._live = 0
         self._arrived = 0
         self._inbox: list[tuple[Row, Future[Completion], Listener | None]] = []
@@ -213,15 +214,24 @@ class NativeEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Return when no token is being computed; see the port."""
+        if mode not in get_args(PauseMode):
+            raise EngineError(f"there is no pause mode {mode!r}", expected=", ".join(get_args(PauseMode)))
         worker = self._running_worker()
         self._flush()
         answer: Future[None] = Future()
         worker.post(Pause(mode, answer))
-        await asyncio.wrap_future(answer)
+        try:
+            await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            if not self._paused:
+                worker.post(Resume())  # nobody knows of this pause, so nobody would end it
+            raise
+        self._paused = True
 
     async def resume(self) -> None:
         """Go on where ``pause`` stopped."""
         self._running_worker().post(Resume())
+        self._paused = False
 
     async def sleep(self) -> None:
         """End every request and free weights, caches and adapters; ``start`` wakes the engine."""
@@ -446,6 +456,7 @@ class NativeEngine:
         self._batch = self._worker = self._stager = None
         self._version = self._staged = None
         self._adapter_keys.clear()
+        self._paused = False
 
     # -- state
 

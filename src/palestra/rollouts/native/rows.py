@@ -38,6 +38,8 @@ class Row:
     slot: int = -1
     filled: int = 0
     """Positions of the prompt that its slot holds."""
+    resumed: bool = False
+    """Whether it went on from positions that its session had left."""
     one_version: bool = True
     """Whether all its slot holds was computed under the weights that serve."""
     prompt_logits_V: Tensor | None = None

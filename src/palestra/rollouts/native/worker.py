@@ -230,17 +230,21 @@ class DecodeWorker:
                 self._paused, self._batch.admitting = False, True
                 self._release_drainers()
             case Abort(answer):
-                self._batch.abort(waiting=True)
-                self._settle(self._batch.take_ended())
-                _answer(answer, "ending every request", lambda: None)
+                failure = _answer(answer, "ending every request", self._abort_all)
+                if failure is not None:
+                    raise failure
         self._forget_stale()
+
+    def _abort_all(self) -> None:
+        self._batch.abort(waiting=True)
+        self._settle(self._batch.take_ended())
 
     def _pause(self, mode: PauseMode, answer: Future[None]) -> None:
         self._batch.admitting = False
         self._draining.append(answer)
         if mode == "abort":
             self._batch.abort(waiting=False)
-        if mode == "keep":
+        if mode == "keep" or self._paused:  # what is held already cannot drain
             self._hold()
 
     def _hold(self) -> None:
@@ -273,8 +277,8 @@ class DecodeWorker:
             self._forget_stale()
         for row in rows:
             self._listeners.pop(row, None)
-            future = self._futures.pop(row)
-            if not future.set_running_or_notify_cancel():
+            future = self._futures.pop(row, None)  # none: it was cancelled after it had ended
+            if future is None or not future.set_running_or_notify_cancel():
                 continue
             if isinstance(row.outcome, Completion):
                 future.set_result(row.outcome)
