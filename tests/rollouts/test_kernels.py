@@ -16,7 +16,8 @@ from palestra.rollouts.native.layers import Model, gated, normed
 from palestra.rollouts.native.linears import LinearOps
 from rollouts.support import Tiny
 
-pytestmark = pytest.mark.skipif(bool(missing_because()), reason=f"no kernels: {missing_because()}")
+# Where there is a compiler there must be kernels: then a reason for their absence fails these tests.
+pytestmark = pytest.mark.skipif("no C compiler" in missing_because(), reason="no C compiler here")
 KINDS = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 

@@ -28,7 +28,7 @@ MOST_BIAS = 1e6
 """Added to a logit at most: enough to force or forbid a token, and within fp32."""
 
 OnToken = Callable[[int, float, int], None]
-"""Called on the event loop with each token, its logprob and its version, in order."""
+"""Called on the event loop with each token, its logprob and its version, in order. It must not raise."""
 
 PauseMode = Literal["keep", "drain", "abort"]
 """What happens to running requests: they wait, finish first, or end with what they have (ABORTED)."""
