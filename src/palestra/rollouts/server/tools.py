@@ -109,7 +109,9 @@ def _call(text: str, names: Collection[str]) -> tuple[ToolCall, str]:
         arguments = json.loads(arguments, parse_constant=_no_constant)
     if not isinstance(arguments, dict):
         raise ValueError("a call's arguments are an object")
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), text[end:].lstrip()
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    written.encode()  # half a surrogate pair is no text; like 1e999, which is read as infinity, a ValueError
+    return ToolCall(name, written), text[end:].lstrip()
 
 
 def _overlap(text: str) -> int:
