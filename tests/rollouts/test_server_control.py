@@ -127,6 +127,22 @@ async def test_asleep_nothing_is_served_and_a_first_version_wakes_the_engine(
     assert (await real.get("/health"))[0] == 200
 
 
+async def test_asleep_every_control_route_that_needs_weights_says_503(
+    real: Served, tiny: Tiny, tmp_path: Path
+) -> None:
+    await real.post(f"{PALESTRA}/sleep", {})
+    save_adapter(tmp_path, tiny.tensors)
+    for path, body in (
+        ("adapters/load", {"name": "a", "folder": str(tmp_path)}),
+        ("adapters/drop", {"name": "a"}),
+        ("commit", {"version": "test@1"}),
+        ("pause", {}),
+        ("resume", {}),
+    ):
+        status, answer = await real.post(f"{PALESTRA}/{path}", body)
+        assert (status, answer["error"]["code"]) == (503, "not_ready"), path
+
+
 async def test_paused_requests_wait_and_go_on(real: Served) -> None:
     await real.post(f"{PALESTRA}/pause", {"mode": "keep"})
     asked = asyncio.create_task(real.post(CHAT, {"messages": USER, "max_tokens": 3, "seed": 1}))

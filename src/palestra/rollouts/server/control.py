@@ -72,6 +72,7 @@ async def state(serving: Serving, request: web.Request) -> web.Response:
 async def pause(serving: Serving, request: web.Request) -> web.Response:
     engine = _able(serving, Pausable)
     body = parsed(PauseBody, read_body(await request.read() or b"{}"))
+    serving.check_serves()
     await engine.pause(body.mode)
     return _done(serving)
 
@@ -79,6 +80,7 @@ async def pause(serving: Serving, request: web.Request) -> web.Response:
 async def resume(serving: Serving, request: web.Request) -> web.Response:
     engine = _able(serving, Pausable)
     parsed(NothingBody, read_body(await request.read() or b"{}"))
+    serving.check_serves()
     await engine.resume()
     return _done(serving)
 
@@ -113,6 +115,7 @@ async def commit(serving: Serving, request: web.Request) -> web.Response:
         version = Version.parse(body.version)
     except ValueError as error:
         raise Refusal(400, str(error), param="version") from error
+    serving.check_serves()
     await serving.engine.commit(version)
     return _done(serving)
 
@@ -125,6 +128,7 @@ async def load_adapter(serving: Serving, request: web.Request) -> web.Response:
     if body.name == serving.model:
         raise Refusal(400, f"{body.name!r} is the model's own name", param="name", expected="another name")
     config, tensors = await asyncio.to_thread(read_adapter, _folder(body.folder))
+    serving.check_serves()
     await engine.load_adapter(body.name, config, tensors.items())
     return _done(serving, adapters=list(engine.adapters))
 
@@ -132,6 +136,7 @@ async def load_adapter(serving: Serving, request: web.Request) -> web.Response:
 async def drop_adapter(serving: Serving, request: web.Request) -> web.Response:
     engine = _able(serving, AdapterHost)
     body = parsed(DropBody, read_body(await request.read()))
+    serving.check_serves()
     serving.check_adapter(body.name)
     await engine.drop_adapter(body.name)
     return _done(serving, adapters=list(engine.adapters))
