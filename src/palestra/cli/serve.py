@@ -84,6 +84,11 @@ def _serve(args: argparse.Namespace) -> int:
         raise UsageError(f"--port {args.port}", expected="0 to 65535")
     if args.replicas < 1 or (args.replicas > 1 and args.wait_for_weights):
         raise UsageError(f"--replicas {args.replicas}", expected="1 or more; 1 with --wait-for-weights")
+    least = (("threads", 0), ("max_running", 1), ("context_tokens", 0), ("cache_mb", 0))
+    for name, minimum in least:
+        if getattr(args, name) < minimum:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(flag, expected=f"{minimum} or more")
     return asyncio.run(_run(args, find_served(args.model, args.runs_dir)))
 
 
