@@ -22,6 +22,9 @@ from palestra.rollouts.base import (
     VersionNotReady,
 )
 from palestra.rollouts.router import Proof, Router
+from palestra.rollouts.served import life
+from palestra.rollouts.served.child import ChildServer
+from palestra.rollouts.served.http import Gone
 from palestra.rollouts.served.replica import ReplicaEngine
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 from rollouts.conftest import Start
@@ -138,6 +141,62 @@ async def test_a_killed_process_fails_what_waits_with_its_last_words(one: Replic
     assert one.version is None
     with pytest.raises(EngineDead):
         await one.generate(request([1]))
+
+
+FATAL = 66
+FRAGILE = f"""
+import sys
+from palestra.cli.main import main
+from palestra.rollouts.native.batch import DecodeBatch
+submit = DecodeBatch.submit
+def fragile(self, rows):
+    if any(row.request.prompt_ids[0] == {FATAL} for row in rows):
+        raise RuntimeError("the cache is torn")
+    submit(self, rows)
+DecodeBatch.submit = fragile
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server whose decode thread dies of one prompt, while the process lives on."""
+
+
+@pytest.fixture
+async def fragile(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReplicaEngine]:
+    launch = ChildServer.launch
+
+    async def launched(command: list[str], *more: Any, **named: Any) -> ChildServer:
+        assert command[1:3] == ["-m", "palestra"]
+        return await launch([command[0], "-c", FRAGILE, *command[3:]], *more, **named)
+
+    monkeypatch.setattr(ChildServer, "launch", launched)
+    engine = replica(tiny)
+    await engine.start(manifest_of(tiny.tensors), tiny.tensors.items())
+    yield engine
+    await engine.close()
+
+
+async def test_a_replica_whose_decode_thread_died_is_dead_though_its_process_answers(
+    fragile: ReplicaEngine,
+) -> None:
+    """A server that computes nothing and answers its heartbeat would be a router's idlest replica for ever."""
+    assert len((await fragile.generate(request([1]))).token_ids) > 0
+    with pytest.raises(EngineDead, match="the cache is torn"):
+        await asyncio.wait_for(fragile.generate(request([FATAL])), 3)
+    assert fragile.version is None
+
+
+async def test_a_heartbeat_tells_that_the_engine_in_a_living_process_is_dead(
+    fragile: ReplicaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "HEARTBEAT_S", 0.1)
+    body = {"prompt_ids": [FATAL], "sampling": {"max_new_tokens": 2}}
+    with pytest.raises(Gone):  # past the engine here: only the heartbeat can find it
+        await fragile._http.post("/v1/palestra/generate", body, timeout_s=5)
+    for _ in range(1000):
+        if fragile.version is None:
+            break
+        await asyncio.sleep(0.01)
+    with pytest.raises(EngineDead, match="the cache is torn"):
+        await fragile.generate(request([1]))
 
 
 async def test_weights_that_are_not_the_manifests_never_serve(tiny: Tiny, one: ReplicaEngine) -> None:

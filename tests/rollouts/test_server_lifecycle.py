@@ -21,7 +21,7 @@ from palestra.models.tokenizer import Tokenizer
 from palestra.rollouts.base import EngineDead, GenerateRequest, OnToken
 from palestra.rollouts.router import Router
 from palestra.rollouts.server.app import build_app, run_app
-from palestra.types import Completion
+from palestra.types import Completion, Version
 from rollouts.conftest import Start
 from rollouts.server_support import MODEL, TOOLS, WEATHER, Served, StepEngine, eventually, served
 from rollouts.support import Tiny, manifest_of
@@ -105,6 +105,21 @@ async def test_when_every_replica_is_gone_the_server_says_so_and_health_too(toke
         for stream in (False, True):
             status, answer = await server.post(CHAT, {"messages": USER, "stream": stream})
             assert (status, answer["error"]["code"]) == (503, "engine_dead")
+        assert (await server.get("/health"))[0] == 503
+
+
+async def test_an_engine_that_dies_of_a_control_request_is_dead_in_the_state(tokenizer: Tokenizer) -> None:
+    """Whoever watches a server by its state must see that nothing behind it computes any more."""
+
+    class Falls(FakeEngine):
+        async def commit(self, version: Version) -> None:
+            raise EngineDead("the decode thread ended")
+
+    async with served(Falls([], tokenizer), tokenizer) as server:
+        assert json.loads((await server.get("/v1/palestra/state"))[1])["dead"] == ""
+        status, answer = await server.post("/v1/palestra/commit", {"version": "fake@1"})
+        assert (status, answer["error"]["code"]) == (503, "engine_dead")
+        assert "decode thread" in json.loads((await server.get("/v1/palestra/state"))[1])["dead"]
         assert (await server.get("/health"))[0] == 503
 
 

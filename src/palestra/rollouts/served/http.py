@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 
 MOST_CONNECTIONS = 512
 """Requests a server holds at once; further ones wait here, in their order."""
+ENGINE_DEAD = "engine_dead"
+"""The code with which our own server says that its engine is gone."""
 _MOST_SHOWN = 2000
 _DECLINED = (400, 404, 413, 422)
 
@@ -41,6 +43,10 @@ class Refused(EngineError):
     def __init__(self, status: int, path: str, message: str) -> None:
         super().__init__(f"the engine answered {path} with {status}: {message[:_MOST_SHOWN]}")
         self.status = status
+
+
+class Gone(Refused):
+    """The server answered that the engine in it is dead: it must go too."""
 
 
 class Declined(Refused, RequestRefused):
@@ -100,7 +106,7 @@ class HttpClient:
                         return
                     value = json.loads(event)
                     if "error" in value:
-                        raise _refused(_code(value["error"]), path, _message(value["error"]))
+                        raise _refused(_status(value["error"]), path, value["error"])
                     yield value
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _broken(path, error) from error
@@ -163,14 +169,17 @@ async def _check(response: aiohttp.ClientResponse, path: str) -> None:
         return
     text = await response.text()
     try:
-        message = _message(json.loads(text))
+        value = json.loads(text)
     except ValueError:
-        message = text
-    raise _refused(response.status, path, message)
+        value = text
+    raise _refused(response.status, path, value)
 
 
-def _refused(status: int, path: str, message: str) -> Refused:
-    return (Declined if status in _DECLINED else Refused)(status, path, message)
+def _refused(status: int, path: str, value: Any) -> Refused:
+    error = value.get("error", value) if isinstance(value, dict) else value
+    dead = isinstance(error, dict) and error.get("code") == ENGINE_DEAD
+    kind = Gone if dead else Declined if status in _DECLINED else Refused
+    return kind(status, path, _message(value))
 
 
 def _message(value: Any) -> str:
@@ -181,9 +190,9 @@ def _message(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _code(value: Any) -> int:
-    code = value.get("code") if isinstance(value, dict) else None
-    return code if isinstance(code, int) else 500
+def _status(value: Any) -> int:
+    codes = (value.get("status"), value.get("code")) if isinstance(value, dict) else ()
+    return next((code for code in codes if isinstance(code, int)), 500)
 
 
 def _broken(path: str, error: Exception) -> Broken:

@@ -1,7 +1,7 @@
 """The life of one engine's server: it comes up, it beats, and its death is told to all who wait.
 
 A server that ends is noticed at once, one that no longer answers after ``silent_s``, and
-is then ended. Whoever fails because of it gets one and the same EngineDead, with the
+one that says that its engine is dead when it says so; the latter two are then ended. Whoever fails because of it gets one and the same EngineDead, with the
 last lines that the server printed (case 9); a failure that the server survives stays
 the request's own.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from palestra.rollouts.base import EngineDead
 from palestra.rollouts.served.child import ChildServer
-from palestra.rollouts.served.http import Broken, HttpClient, Refused
+from palestra.rollouts.served.http import Broken, Gone, HttpClient, Refused
 
 HEARTBEAT_S = 5.0
 """How often the server is asked whether it lives."""
@@ -35,7 +35,10 @@ class ServerLife:
         on_death: Callable[[], None],
         silent_s: float,
     ) -> None:
-        """``beats(timeout_s)`` returns if the server answers and raises Broken or Refused if not."""
+        """``beats(timeout_s)`` returns if the server answers and raises Broken or Refused if not.
+
+        Gone, where the server answers that its engine is dead.
+        """
         self.client = client
         self._kind = kind
         self._server = server
@@ -64,6 +67,8 @@ class ServerLife:
                         await self._beats(HEARTBEAT_S)
                         self._came_up = True
                         return
+                    except Gone as error:
+                        await self._bury(self._server.epitaph(error.what))
                     except (Broken, Refused):
                         await asyncio.sleep(0.2)
         except TimeoutError:
@@ -74,6 +79,8 @@ class ServerLife:
 
     async def cause(self, error: Broken | Refused) -> Exception:
         """What really happened when ``error`` did: the server's death, or just that."""
+        if isinstance(error, Gone):
+            await self._bury(self._server.epitaph(error.what))
         if isinstance(error, Refused) and error.status < 500:
             return error
         with suppress(TimeoutError):
@@ -110,6 +117,9 @@ class ServerLife:
             try:
                 await self._beats(HEARTBEAT_S)
                 heard = time.monotonic()
+            except Gone as error:
+                what = error.what
+                break
             except (Broken, Refused):
                 if self._came_up and time.monotonic() - heard > self._silent_s:
                     what = f"the {self._kind} server has not answered for {self._silent_s:g} s"

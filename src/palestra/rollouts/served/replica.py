@@ -3,8 +3,9 @@
 The process is ``palestra serve`` on a private socket, waiting for weights: nothing it
 holds comes from anywhere but ``start`` and ``stage``, so what it serves is what was
 published. A version is staged while the old one serves and committed under a short
-hold. When the process dies, everything that waits raises EngineDead with the last
-lines it printed, and a router sends the requests elsewhere.
+hold. When the process dies, or says that the engine in it is dead, everything that
+waits raises EngineDead with the last lines it printed, and a router sends the requests
+elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode
 from palestra.rollouts.served.child import ChildServer
 from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine
-from palestra.rollouts.served.http import HttpClient
+from palestra.rollouts.served.http import Gone, HttpClient
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class ReplicaEngine(ServedEngine):
         return server, HttpClient(socket=socket)
 
     async def _beats(self, timeout_s: float) -> None:
-        await self._http.get("/v1/palestra/state", timeout_s=timeout_s)
+        state = await self._http.get("/v1/palestra/state", timeout_s=timeout_s)
+        if state["dead"]:
+            raise Gone(200, "/v1/palestra/state", state["dead"])
 
     async def _adopt(self, version: Version) -> None:
         assert self._manifest is not None

@@ -145,6 +145,7 @@ async def _answering(
         check_access(request, token=serving.token, local_only=serving.local_only)
         response = await _answered(request, handler)
     except PalestraError as error:
+        serving.notice(error)
         response = answer_to(error).response()
     resource = request.match_info.route.resource
     serving.answered[(resource.canonical if resource else "none", response.status)] += 1

@@ -65,6 +65,7 @@ async def state(serving: Serving, request: web.Request) -> web.Response:
             "waiting": stats.waiting,
             "busy_s": stats.busy_s,
             "requests": serving.live,
+            "dead": serving.dead,
         }
     )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from palestra.errors import EngineError, nearest
+from palestra.errors import EngineError, PalestraError, nearest
 from palestra.rollouts.base import AdapterHost, Engine, EngineDead, GenerateRequest
 from palestra.rollouts.server.errors import Refusal
 from palestra.rollouts.server.schema import Sampled, bias_of
@@ -114,6 +114,11 @@ class Serving:
                 next_command="POST /v1/palestra/stage with the first version",
             )  # fmt: skip
 
+    def notice(self, error: PalestraError) -> None:
+        """Remember what an engine says when it is gone, whatever it was asked."""
+        if isinstance(error, EngineDead):
+            self.dead = error.what
+
     # -- asking
 
     def requests(self, prompt: Sequence[int], body: Sampled, most: int | None) -> list[GenerateRequest]:
@@ -195,8 +200,8 @@ class Serving:
 
     def _explain(self, error: EngineError, requests: Sequence[GenerateRequest]) -> None:
         """Notice what an error means for more than this request."""
+        self.notice(error)
         if isinstance(error, EngineDead):
-            self.dead = error.what
             return
         self.check_serves()
         for name in {request.adapter for request in requests}:  # it may have been dropped meanwhile
