@@ -35,7 +35,7 @@ from palestra.job import Job, conflicts, default_name, defaults
 Source = Literal["default", "job file", "file", "environment", "--set"]
 PREFIX = "PALESTRA_"
 DEFAULT_FILE = Path("palestra.toml")
-NOT_SETTINGS = frozenset({"PALESTRA_CACHE", "PALESTRA_DEBUG"})
+NOT_SETTINGS = frozenset({"PALESTRA_CACHE", "PALESTRA_DEBUG", "PALESTRA_TOKEN", "PALESTRA_VLLM_PYTHON"})
 """Variables of ours that are read elsewhere."""
 
 

@@ -463,3 +463,19 @@ def test_a_reward_in_a_file_points_at_the_environment() -> None:
 def test_a_setting_without_its_section_is_found_by_its_own_name() -> None:
     assert one_problem(toml="episode_seconds = 3\n").endswith("nearest: deadlines.episode_s")
     assert one_problem(toml="stepz = 3\n").endswith("nearest: steps")
+
+
+def test_every_variable_of_ours_that_is_read_elsewhere_is_no_unknown_setting() -> None:
+    """Whoever has set one for another command must still be able to train."""
+    import re
+    from pathlib import Path
+
+    import palestra
+    from palestra.settings import NOT_SETTINGS
+
+    source = Path(palestra.__file__).parent
+    read = set()
+    for path in source.rglob("*.py"):
+        read |= set(re.findall(r'environ\.get\(\s*"(PALESTRA_[A-Z_]+)"', path.read_text()))
+    assert read - {"PALESTRA_RUNS_DIR"} <= NOT_SETTINGS
+    assert {"PALESTRA_VLLM_PYTHON", "PALESTRA_TOKEN"} <= read
