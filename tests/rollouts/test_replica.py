@@ -143,6 +143,28 @@ async def test_a_killed_process_fails_what_waits_with_its_last_words(one: Replic
         await one.generate(request([1]))
 
 
+async def test_asleep_what_ran_and_what_waited_in_the_process_has_ended(tiny: Tiny) -> None:
+    """A pause ends what runs; requests beyond ``max_running`` wait in the process and must end too."""
+    engine = replica(tiny, max_running=2)
+    try:
+        await engine.start(manifest_of(tiny.tensors), tiny.tensors.items())
+        begun = asyncio.Event()
+        endless = [
+            GenerateRequest((i, 2), SamplingParams(max_new_tokens=250, seed=i), logit_bias={258: -100.0})
+            for i in range(12)
+        ]
+        jobs = [asyncio.create_task(engine.generate(asked, lambda *_: begun.set())) for asked in endless]
+        await begun.wait()
+        await asyncio.wait_for(engine.sleep(), 20)
+        done = await asyncio.gather(*jobs)
+        assert {c.stop_reason for c in done[4:]} == {StopReason.ABORTED}
+        assert any(not c.token_ids for c in done), "some of them waited"
+        await engine.start(manifest_of(tiny.tensors, 1), tiny.tensors.items())
+        assert engine.version == Version("test", 1)
+    finally:
+        await engine.close()
+
+
 FATAL = 66
 FRAGILE = f"""
 import sys
@@ -177,7 +199,7 @@ async def fragile(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def test_a_replica_whose_decode_thread_died_is_dead_though_its_process_answers(
     fragile: ReplicaEngine,
 ) -> None:
-    """A server that computes nothing and answers its heartbeat would be a router's idlest replica for ever."""
+    """A server that computes nothing and answers its heartbeat would be a router's idlest for ever."""
     assert len((await fragile.generate(request([1]))).token_ids) > 0
     with pytest.raises(EngineDead, match="the cache is torn"):
         await asyncio.wait_for(fragile.generate(request([FATAL])), 3)

@@ -6,8 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -27,16 +25,19 @@ from palestra.rollouts.base import (
     EngineDead,
     GenerateRequest,
     Pausable,
+    RequestRefused,
     Sleeper,
     VersionNotReady,
 )
+from palestra.rollouts.served import engine as served_engine
 from palestra.rollouts.served import handover, life
 from palestra.rollouts.served.engine import ServedEngine
 from palestra.rollouts.served.http import Broken, Refused
 from palestra.rollouts.served.sglang import SglangEngine
 from palestra.rollouts.served.vllm import VllmEngine
-from palestra.types import Manifest, SamplingParams, StopReason, Version
+from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 from palestra.weights.manifests import full_manifest
+from rollouts.processes import gone, server_of
 
 Start = Callable[..., Awaitable[ServedEngine]]
 KINDS: dict[str, type[VllmEngine] | type[SglangEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -268,6 +269,66 @@ async def test_pausing_may_end_requests_or_let_them_finish(start: Start) -> None
     await engine.pause("drain")
     assert len((await task).token_ids) == 30
     await engine.resume()
+
+
+async def running(engine: ServedEngine, tokens: int = 200) -> asyncio.Task[Completion]:
+    """A request of ``tokens`` tokens that has begun."""
+    begun = asyncio.Event()
+    task = asyncio.create_task(engine.generate(ask(max_new_tokens=tokens), lambda *_: begun.set()))
+    await asyncio.wait_for(begun.wait(), 10)
+    return task
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["running", "held"])
+async def test_resume_ends_a_drain_that_waits(start: Start, held: bool) -> None:
+    """A drain waits for what runs, for ever where that is held: who would go on must not wait for it."""
+    engine = await start()
+    task = await running(engine)
+    if held:
+        await engine.pause("keep")
+    drain = asyncio.create_task(engine.pause("drain"))
+    await asyncio.sleep(0.05)
+    assert not drain.done()
+    await asyncio.wait_for(engine.resume(), 5)
+    await asyncio.wait_for(drain, 5)
+    assert not task.done()
+    assert len((await engine.generate(ask())).token_ids) == 6, "nothing is paused"
+    assert len((await task).token_ids) == 200
+
+
+async def test_sleep_ends_a_drain_that_waits(start: Start) -> None:
+    engine = await start()
+    task = await running(engine)
+    await engine.pause("keep")
+    drain = asyncio.create_task(engine.pause("drain"))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(engine.sleep(), 10)
+    await asyncio.wait_for(drain, 5)
+    assert (await task).stop_reason is StopReason.ABORTED
+    assert engine.version is None
+
+
+async def test_an_unknown_way_to_pause_is_refused_before_anything_happens(start: Start) -> None:
+    engine = await start()
+    task = await running(engine)
+    with pytest.raises(RequestRefused, match="no way to pause 'later'"):
+        await engine.pause("later")  # type: ignore[arg-type]
+    assert len((await task).token_ids) == 200
+    assert len((await engine.generate(ask())).token_ids) == 6
+
+
+async def test_a_server_that_does_not_end_its_requests_sleeps_all_the_same_and_it_is_said(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start()
+    task = await running(engine)
+    monkeypatch.setattr(served_engine, "CONTROL_S", 0.05)
+    monkeypatch.setattr(engine, "_end_all", lambda: asyncio.sleep(0))
+    with pytest.raises(EngineError, match="1 requests did not end"):
+        await engine.sleep()
+    assert engine.version is None
+    with pytest.raises(EngineError):
+        await task
 
 
 async def test_asleep_every_request_has_ended_and_start_wakes_it(start: Start, folder: Path) -> None:
@@ -517,62 +578,3 @@ async def test_a_server_whose_guard_was_killed_is_ended_too(start: Start) -> Non
     with pytest.raises(EngineDead):
         await engine.generate(ask(max_new_tokens=200))
     assert await gone(group)
-
-
-async def test_when_this_process_is_killed_no_server_is_left(folder: Path, tmp_path: Path) -> None:
-    """The parent gets no chance to clean up its files: kill -9. Its processes go all the same."""
-    short = tempfile.mkdtemp(prefix="p-")
-    python = fake.make_python(tmp_path)
-    script = f"""
-import asyncio, sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from rollouts.test_served import version
-from palestra.rollouts.served.vllm import VllmEngine
-async def main():
-    engine = VllmEngine(Path({str(folder)!r}), python=Path({str(python)!r}), dtype="fp32")
-    manifest, tensors = version(Path({str(folder)!r}), 0)
-    await engine.start(manifest, tensors.items())
-    print(engine._life._server.group, flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    parent = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": short}
-    )
-    assert parent.stdout is not None
-    group = int(parent.stdout.readline())
-    assert len(members(group)) >= 2
-    parent.kill()
-    parent.wait()
-    assert await gone(group)
-    shutil.rmtree(short)
-
-
-def members(group: int) -> list[int]:
-    """The processes of a group that are not dead already."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(int(entry.name))
-    return found
-
-
-async def gone(group: int) -> bool:
-    """Whether a group's last process dies within a few seconds: killed ones take a moment."""
-    for _ in range(500):
-        if not members(group):
-            return True
-        await asyncio.sleep(0.02)
-    return False
-
-
-def server_of(group: int) -> int:
-    """The process of a group that runs a server."""
-    return next(pid for pid in members(group) if b"fake_served" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -19,9 +19,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from palestra.errors import EngineError, WeightsError
 from palestra.models.config import read_json
@@ -40,6 +39,7 @@ from palestra.rollouts.served.child import ChildServer
 from palestra.rollouts.served.handover import link_model, room_for, shapes_of, write_version
 from palestra.rollouts.served.http import MOST_CONNECTIONS, Broken, HttpClient, Refused
 from palestra.rollouts.served.life import ServerLife
+from palestra.rollouts.served.pieces import End, Piece, Sample
 from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 
 if TYPE_CHECKING:
@@ -51,42 +51,6 @@ CONTROL_S = 60.0
 """How long pausing, resuming and the like may take."""
 LOAD_S = 1800.0
 """How long loading a version may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """What the server says when a request has ended."""
-
-    reason: StopReason | None
-    """STOP or ABORTED; None where the tokens must tell."""
-    versions: tuple[tuple[str, int, int], ...]
-    """Spans over the completion's tokens: version, first token, one past the last."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The next tokens of a completion; the last piece has an end."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    end: End | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request as the server is asked for it."""
-
-    id: str
-    request: GenerateRequest
-    most: int
-    """New tokens at most: what was asked for, or what the context leaves."""
-    stop_token_ids: tuple[int, ...]
-    salt: str
-    """What prompts are cached under: 32 hex digits of the version, so that none outlives it (case 6)."""
-    adapter: str
-    """The server's name for the adapter; empty for the model."""
 
 
 class ServedEngine(ABC):
@@ -139,6 +103,7 @@ class ServedEngine(ABC):
         self._open = asyncio.Event()
         self._slots = asyncio.Semaphore(max(MOST_CONNECTIONS, max_running))
         self._paused = False
+        self._drain: asyncio.Future[None] | None = None
         self._swaps = 0
         self._sleeps = 0
         self._idle = asyncio.Event()
@@ -172,6 +137,10 @@ class ServedEngine(ABC):
 
     @abstractmethod
     async def _hold(self, mode: PauseMode) -> None: ...
+
+    async def _end_all(self) -> None:
+        """End every request that the server has; what it serves afterwards does not matter."""
+        await self._hold("abort")
 
     @abstractmethod
     async def _go(self) -> None: ...
@@ -245,6 +214,10 @@ class ServedEngine(ABC):
                 self._check_serving(request)
                 with self._counted():
                     return await self._surviving(lambda: self._completed(request, on_token))
+        except Refused:
+            if self._sleeps == sleeps:
+                raise
+            return Completion((), (), (), StopReason.ABORTED)  # it came when the server was ending all
         finally:
             self._live -= 1
 
@@ -327,22 +300,41 @@ class ServedEngine(ABC):
         self._open.set()
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Return when no token is being computed; see the port. Scoring is refused until ``resume``."""
+        """Return when no token is being computed; see the port. Scoring is refused until ``resume``.
+
+        ``resume`` and ``sleep`` end a drain early: then this returns and nothing is paused.
+        """
+        if mode not in get_args(PauseMode):
+            raise RequestRefused(
+                f"there is no way to pause {mode!r}", expected=", ".join(get_args(PauseMode))
+            )
         async with self._update:
             self._check_serving(None)
             self._open.clear()
+            hold = asyncio.ensure_future(self._surviving(lambda: self._hold(mode)))
+            self._drain = hold if mode == "drain" else None
             try:
-                await self._surviving(lambda: self._hold(mode))
+                await hold
+                self._paused = True
             except BaseException:
                 if not self._paused:
                     with suppress(EngineError):
                         await self._go()
                     self._open.set()
-                raise
-            self._paused = True
+                task = asyncio.current_task()
+                if not hold.cancelled() or (task is not None and task.cancelling()):
+                    raise
+            finally:
+                self._drain = None
+
+    def _end_drain(self) -> None:
+        """What waits for requests to finish holds ``_update``: whoever needs it now ends the waiting."""
+        if self._drain is not None:
+            self._drain.cancel()
 
     async def resume(self) -> None:
-        """Go on where ``pause`` stopped."""
+        """Go on where ``pause`` stopped, or still waits for requests to finish."""
+        self._end_drain()
         async with self._update:
             self._check_serving(None)
             if self._paused:
@@ -351,7 +343,11 @@ class ServedEngine(ABC):
                 self._open.set()
 
     async def sleep(self) -> None:
-        """End every request (ABORTED) and the server, which frees all it held; ``start`` wakes it."""
+        """End every request (ABORTED) and the server, which frees all it held; ``start`` wakes it.
+
+        EngineError if requests did not end in time: then they were cut off, and it sleeps all the same.
+        """
+        self._end_drain()
         async with self._update:
             self._check_open()
             if self._life is None:
@@ -359,10 +355,16 @@ class ServedEngine(ABC):
             self._sleeps += 1
             self._open.set()  # who waits to be sent ends as aborted
             self._open = asyncio.Event()
-            await self._surviving(lambda: self._hold("abort"))
-            async with asyncio.timeout(CONTROL_S):
-                await self._idle.wait()
+            await self._surviving(self._end_all)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONTROL_S):
+                    await self._idle.wait()
+            left = self._sent
             await self._drop()
+            if left:
+                raise EngineError(
+                    f"{left} requests did not end within {CONTROL_S:g} s of sleep and were cut off"
+                )
 
     async def load_adapter(
         self, name: str, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]

@@ -1,9 +1,9 @@
 """The life of one engine's server: it comes up, it beats, and its death is told to all who wait.
 
 A server that ends is noticed at once, one that no longer answers after ``silent_s``, and
-one that says that its engine is dead when it says so; the latter two are then ended. Whoever fails because of it gets one and the same EngineDead, with the
-last lines that the server printed (case 9); a failure that the server survives stays
-the request's own.
+one whose engine is dead when it says so; the last two are then ended. Whoever fails
+because of it gets one and the same EngineDead, with the last lines that the server
+printed (case 9); a failure that the server survives stays the request's own.
 """
 
 from __future__ import annotations

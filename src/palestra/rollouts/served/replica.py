@@ -21,8 +21,9 @@ from palestra.errors import EngineError
 from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode
 from palestra.rollouts.served.child import ChildServer
-from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine
+from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, ServedEngine
 from palestra.rollouts.served.http import Gone, HttpClient
+from palestra.rollouts.served.pieces import End, Piece, Sample
 from palestra.types import Manifest, SamplingParams, StopReason, Version
 
 if TYPE_CHECKING:
@@ -137,6 +138,9 @@ class ReplicaEngine(ServedEngine):
     async def _hold(self, mode: PauseMode) -> None:
         limit = LOAD_S if mode == "drain" else CONTROL_S
         await self._http.post("/v1/palestra/pause", {"mode": mode}, timeout_s=limit)
+
+    async def _end_all(self) -> None:
+        await self._http.post("/v1/palestra/sleep", timeout_s=CONTROL_S)
 
     async def _go(self) -> None:
         await self._http.post("/v1/palestra/resume", timeout_s=CONTROL_S)

@@ -19,8 +19,9 @@ from palestra.errors import EngineError
 from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode, RequestRefused
 from palestra.rollouts.served.child import ChildServer
-from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
+from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, ServedEngine, salt_of
 from palestra.rollouts.served.http import HttpClient, Refused
+from palestra.rollouts.served.pieces import End, Piece, Sample
 from palestra.types import SamplingParams, StopReason, Version
 
 _DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16"}

