@@ -40,9 +40,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def noise(task: pa.Task, reply: str) -> float:
-    """Varies within a group, and is the same for the same reply."""
-    return zlib.crc32(reply.encode()) / 2**32
+def _noise() -> Callable[[pa.Task, str], float]:
+    """A reward that varies within a group and is the same for the same reply.
+
+    A closure travels to the workers by value: however the tests are started, it is found there.
+    """
+
+    def noise(task: pa.Task, reply: str) -> float:
+        return zlib.crc32(reply.encode()) / 2**32
+
+    return noise
+
+
+noise = _noise()
 
 
 @pytest.fixture
