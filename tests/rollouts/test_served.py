@@ -30,7 +30,7 @@ from palestra.rollouts.base import (
     VersionNotReady,
 )
 from palestra.rollouts.served import engine as served_engine
-from palestra.rollouts.served import handover, life
+from palestra.rollouts.served import leftovers, life
 from palestra.rollouts.served.engine import ServedEngine
 from palestra.rollouts.served.http import Broken, Refused
 from palestra.rollouts.served.sglang import SglangEngine
@@ -546,7 +546,7 @@ async def test_a_stage_or_a_pause_that_is_cancelled_leaves_nothing_behind(
     start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await start()
-    monkeypatch.setattr(handover, "_SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     manifest, tensors = version(folder, 1)
     staging = asyncio.create_task(engine.stage(manifest, tensors.items()))

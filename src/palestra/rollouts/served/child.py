@@ -1,9 +1,10 @@
 """An engine's server as a child of this process, in a process group of its own.
 
 Nothing of it outlives this process: a shell at the head of the group holds the other
-end of a pipe and kills the whole group when the pipe closes, when the server ends, or
-when it does not end on request. What the server prints goes to one file, and whoever
-asks why it is gone is shown that file's errors and its end.
+end of a pipe. When the pipe closes it removes the server's files and kills the whole
+group; the group goes too when the server ends, or does not end on request. What the
+server prints goes to one file, and whoever asks why it is gone is shown that file's
+errors and its end.
 """
 
 from __future__ import annotations
@@ -17,18 +18,28 @@ from contextlib import suppress
 from pathlib import Path
 
 from palestra.rollouts.base import EngineDead
+from palestra.rollouts.served.leftovers import ROOMS
 
 GRACE_S = 10
 """How long a server that was asked to end may take."""
 _GUARD = f"""
+home=$1; shift
 exec 3<&0 </dev/null
 "$@" 3<&- & server=$!
-{{ if read -r _ <&3; then kill -TERM $server; sleep {GRACE_S}; fi; kill -KILL 0; }} &
+{{
+    if read -r word <&3; then
+        if [ "$word" = end ]; then kill -TERM $server; sleep {GRACE_S}; fi
+    else
+        while read -r room; do rm -rf -- "$room"; done <"$home/{ROOMS}"
+        rm -rf -- "$home"
+    fi
+    kill -KILL 0
+}} &
 wait $server
 echo "the server ended with exit status $?" >&2
 kill -KILL 0
 """
-"""A line on standard input asks the server to end; the end of the input ends everything at once."""
+"""``end`` on standard input asks the server to end; the end of the input ends everything, files too."""
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b: .*")
 _SHOWN_ERRORS, _SHOWN_LINES = 6, 12
 
@@ -42,13 +53,18 @@ class ChildServer:
         self.log = log
 
     @classmethod
-    async def launch(cls, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ChildServer:
-        """Start ``command`` with ``environment`` on top of this process's own."""
+    async def launch(cls, command: Sequence[str], environment: Mapping[str, str], home: Path) -> ChildServer:
+        """Start ``command`` with ``environment`` on top of this process's own.
+
+        ``home`` is the server's folder, with its log; it goes when this process does, and so do
+        the folders it lists (`leftovers.note_room`).
+        """
         held, leash = os.pipe()
+        log = home / "engine.log"
         try:
             with open(log, "ab") as output:  # noqa: ASYNC230 - a local file, opened once
                 process = await asyncio.create_subprocess_exec(
-                    "sh", "-c", _GUARD, "sh", *command,
+                    "sh", "-c", _GUARD, "sh", str(home), *command,
                     stdin=held, stdout=output, stderr=output,
                     env={**os.environ, **environment}, start_new_session=True,
                 )  # fmt: skip
@@ -71,12 +87,10 @@ class ChildServer:
 
     async def stop(self, *, at_once: bool = False) -> None:
         """End the server, if need be by force; returns when it is gone."""
-        if self._leash is not None and not at_once:
+        if self._leash is not None:
             with suppress(BrokenPipeError):
-                os.write(self._leash, b"\n")
-        if self._leash is not None and at_once:
-            os.close(self._leash)
-            self._leash = None
+                os.write(self._leash, b"now\n" if at_once else b"end\n")
+        if at_once:
             self._kill()  # the guard does it too, unless it hangs itself
         try:
             async with asyncio.timeout(2 * GRACE_S):

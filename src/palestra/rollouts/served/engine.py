@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -34,6 +33,7 @@ from palestra.rollouts.base import (
     VersionNotReady,
 )
 from palestra.rollouts.native.stop import StopChecker
+from palestra.rollouts.served import leftovers
 from palestra.rollouts.served.adapter_files import ServedAdapters
 from palestra.rollouts.served.child import ChildServer
 from palestra.rollouts.served.handover import link_model, room_for, shapes_of, write_version
@@ -183,11 +183,15 @@ class ServedEngine(ABC):
             self._open.clear()
             file = None
             try:
-                self._home = Path(tempfile.mkdtemp(prefix=f"palestra-{self.kind}-"))
+                await asyncio.to_thread(leftovers.sweep)
+                self._check_open()
+                self._home = leftovers.make_folder(f"{self.kind}-")
                 file, digest = await self._written(manifest, tensors)
+                self._check_open()
                 link_model(self._folder, self._home / "model", file)
                 server, client = await self._launch(self._home, self._home / "model", manifest.version)
                 self._life = ServerLife(self.kind, server, client, self._beats, self._mourn, self._silent_s)
+                self._check_open()
                 await self._life.come_up(self._startup_s)
                 await self._adopt(manifest.version)
             except BaseException:
@@ -522,11 +526,13 @@ class ServedEngine(ABC):
 
     async def _written(self, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> tuple[Path, str]:
         """The version as a file in a folder of its own, and the digest of the bytes in it."""
+        assert self._home is not None
+        folder = room_for(manifest.nbytes)
+        leftovers.note_room(self._home, folder)
 
         def write() -> tuple[Path, str]:
-            self._shapes = self._shapes or shapes_of(self._folder)
-            folder = room_for(manifest.nbytes)
             try:
+                self._shapes = self._shapes or shapes_of(self._folder)
                 path = folder / "model.safetensors"
                 return path, write_version(path, manifest, tensors, self._shapes)
             except BaseException:
@@ -554,7 +560,9 @@ class ServedEngine(ABC):
         if self._staged is not None:
             self._discard(self._staged[1])
             self._staged = None
-        if self._home is not None and not died:
+        if self._home is not None and died:
+            leftovers.leave(self._home)
+        elif self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
         self._home = None
         self._adapters.clear()

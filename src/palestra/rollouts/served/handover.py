@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from torch import Tensor
 from palestra.errors import WeightsError, nearest
 from palestra.models.config import read_json
 from palestra.models.tensors import DTYPE_NAMES, SINGLE, tensor_bytes, weight_files
+from palestra.rollouts.served import leftovers
 from palestra.types import Manifest, TensorEntry
 
-_SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 2**30
 _HEAD = "lm_head.weight"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -43,10 +42,11 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def room_for(nbytes: int) -> Path:
     """A new private folder for ``nbytes``: in memory if they fit there with a gibibyte to spare."""
-    in_memory = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
-    if in_memory and shutil.disk_usage(_SHARED_MEMORY).free >= nbytes + _SPARE_BYTES:
-        return Path(tempfile.mkdtemp(prefix="palestra-", dir=_SHARED_MEMORY))
-    return Path(tempfile.mkdtemp(prefix="palestra-"))
+    shared = leftovers.SHARED_MEMORY
+    in_memory = shared.is_dir() and os.access(shared, os.W_OK)
+    if in_memory and shutil.disk_usage(shared).free >= nbytes + _SPARE_BYTES:
+        return leftovers.make_folder(parent=shared)
+    return leftovers.make_folder()
 
 
 def write_version(

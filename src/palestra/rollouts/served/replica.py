@@ -91,7 +91,7 @@ class ReplicaEngine(ServedEngine):
             "--threads", str(self._threads), "--max-running", str(self._max_running),
             "--context-tokens", str(self._context), "--cache-mb", str(self._cache_mb),
         ]  # fmt: skip
-        server = await ChildServer.launch(command, {}, home / "engine.log")
+        server = await ChildServer.launch(command, {}, home)
         return server, HttpClient(socket=socket)
 
     async def _beats(self, timeout_s: float) -> None:

@@ -85,7 +85,7 @@ class SglangEngine(ServedEngine):
             command += ["--enable-lora", "--max-lora-rank", str(self._adapter_rank)]
             command += ["--lora-target-modules", "all"]
         environment = {"HF_HUB_OFFLINE": "1"}
-        server = await ChildServer.launch([*command, *self._arguments], environment, home / "engine.log")
+        server = await ChildServer.launch([*command, *self._arguments], environment, home)
         return server, HttpClient(port=port, token=key)
 
     async def _beats(self, timeout_s: float) -> None:

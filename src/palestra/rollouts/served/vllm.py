@@ -106,8 +106,7 @@ class VllmEngine(ServedEngine):
             command += ["--enable-lora", "--max-lora-rank", ranks]
             command += ["--max-loras", str(self._most_adapters)]
             command += ["--max-cpu-loras", str(2 * self._most_adapters)]
-        log = home / "engine.log"
-        server = await ChildServer.launch([*command, *self._arguments], self._environment(on_cpu), log)
+        server = await ChildServer.launch([*command, *self._arguments], self._environment(on_cpu), home)
         return server, HttpClient(socket=socket)
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
