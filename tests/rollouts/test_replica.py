@@ -26,7 +26,7 @@ from palestra.rollouts.served import life
 from palestra.rollouts.served.child import ChildServer
 from palestra.rollouts.served.http import Gone
 from palestra.rollouts.served.replica import ReplicaEngine
-from palestra.types import Manifest, SamplingParams, StopReason, Version
+from palestra.types import Completion, Manifest, SamplingParams, StopReason, Version
 from rollouts.conftest import Start
 from rollouts.support import Tiny, manifest_of, ragged_prompts
 
@@ -47,7 +47,17 @@ async def one(tiny: Tiny) -> AsyncIterator[ReplicaEngine]:
 
 
 def request(prompt: list[int], **params: Any) -> GenerateRequest:
-    return GenerateRequest(tuple(prompt), SamplingParams(**({"max_new_tokens": 12} | params)))
+    settings: dict[str, Any] = {"max_new_tokens": 12} | params
+    return GenerateRequest(tuple(prompt), SamplingParams(**settings))
+
+
+async def running(engine: ReplicaEngine, tokens: int = 250) -> asyncio.Task[Completion]:
+    """A request of ``tokens`` tokens that has begun, none of them an end token."""
+    begun = asyncio.Event()
+    asked = GenerateRequest((1, 2), SamplingParams(max_new_tokens=tokens), logit_bias={258: -100.0})
+    job = asyncio.create_task(engine.generate(asked, lambda *_: begun.set()))
+    await asyncio.wait_for(begun.wait(), 30)
+    return job
 
 
 def kill(engine: ReplicaEngine, number: int = signal.SIGKILL) -> None:
@@ -86,8 +96,8 @@ async def test_a_replica_says_what_the_engine_says(tiny: Tiny, one: ReplicaEngin
 
     changed = tiny.changed(seed=1)
     manifest = manifest_of(changed, 1)
-    running = asyncio.create_task(one.generate(request([1, 2], max_new_tokens=200)))
     assert await one.stage(manifest, changed.items()) == manifest.digest
+    swapped = await running(one)
     await one.commit(Version("test", 1))
     assert one.version == Version("test", 1)
     await here.stage(manifest, changed.items())
@@ -95,7 +105,9 @@ async def test_a_replica_says_what_the_engine_says(tiny: Tiny, one: ReplicaEngin
     assert await one.score(PROBE, SamplingParams()) == pytest.approx(
         await here.score(PROBE, SamplingParams()), abs=1e-6
     )
-    assert set((await running).versions) <= {0, 1}
+    versions = (await swapped).versions
+    assert versions == tuple(sorted(versions))
+    assert set(versions) == {0, 1}
     with pytest.raises(WeightsError, match="cannot be committed"):
         await one.commit(Version("test", 5))
 
@@ -117,23 +129,23 @@ async def test_a_replica_says_what_the_engine_says(tiny: Tiny, one: ReplicaEngin
 
 
 async def test_a_cancelled_request_is_cancelled_in_the_process(one: ReplicaEngine) -> None:
-    job = asyncio.create_task(one.generate(request([1, 2], max_new_tokens=250)))
-    await asyncio.sleep(0.2)
+    job = await running(one)
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
         await job
+    state: dict[str, Any] = {"running": -1}
     for _ in range(400):
         state = await one._http.get("/v1/palestra/state", timeout_s=5)
         if state["running"] == state["waiting"] == 0:
-            return
+            break
         await asyncio.sleep(0.01)
-    raise AssertionError(f"it still runs: {state}")
+    assert (state["running"], state["waiting"]) == (0, 0)
+    assert state["generated_tokens"] < 250, "it was ended, not awaited"
 
 
 async def test_a_killed_process_fails_what_waits_with_its_last_words(one: ReplicaEngine) -> None:
     """prime-rl PR#3020: a child failed and its traceback was never shown."""
-    job = asyncio.create_task(one.generate(request([1, 2], max_new_tokens=250)))
-    await asyncio.sleep(0.1)
+    job = await running(one)
     kill(one)
     with pytest.raises(EngineDead, match="the replica server ended") as caught:
         await job
@@ -223,13 +235,15 @@ async def test_a_heartbeat_tells_that_the_engine_in_a_living_process_is_dead(
 
 async def test_weights_that_are_not_the_manifests_never_serve(tiny: Tiny, one: ReplicaEngine) -> None:
     """verl#7495, slime#1673: what the engine holds is what was published."""
+    before = await one.score(PROBE, SamplingParams())
     other = tiny.changed(seed=2)
     wrong = dict(other)
     wrong["model.norm.weight"] = wrong["model.norm.weight"] + 1
     with pytest.raises(WeightsError, match="not those its manifest announced"):
         await one.stage(manifest_of(other, 1), wrong.items())
     assert one.version == Version("test", 0)
-    assert (await one.generate(request([1], max_new_tokens=2))).stop_reason in StopReason
+    assert await one.score(PROBE, SamplingParams()) == before
+    assert set((await one.generate(request([1], max_new_tokens=2))).versions) == {0}
 
 
 async def test_behind_the_router_a_killed_replica_loses_no_request_and_joins_again_when_proven(
@@ -243,13 +257,13 @@ async def test_behind_the_router_a_killed_replica_loses_no_request_and_joins_aga
         await router.start(manifest, tiny.tensors.items())
         logprobs = await router.score(PROBE, SamplingParams())
         assert logprobs == pytest.approx(await here.score(PROBE, SamplingParams()), abs=1e-6)
-        prompts = ragged_prompts(40, seed=51)
+        prompts, begun = ragged_prompts(40, seed=51), asyncio.Event()
         jobs = [
-            asyncio.create_task(router.generate(request(p, seed=i, max_new_tokens=60)))
-            for i, p in enumerate(prompts)
+            asyncio.create_task(router.generate(request(p, seed=i, max_new_tokens=60), hear))
+            for (i, p), hear in zip(enumerate(prompts), [lambda *_: begun.set(), *[None] * 39], strict=True)
         ]
-        await asyncio.sleep(0.3)
         victim = router.replicas[0]
+        await asyncio.wait_for(begun.wait(), 30)
         assert victim.outstanding > 0
         kill(victim.engine)  # type: ignore[arg-type]
         done = await asyncio.gather(*jobs)
@@ -277,8 +291,7 @@ async def test_a_frozen_process_is_found_and_ended(tiny: Tiny, guards: bool) -> 
     """A process that is stopped answers nothing and ends nothing: silence alone must be enough."""
     engine = replica(tiny, silent_s=3)
     await engine.start(manifest_of(tiny.tensors), tiny.tensors.items())
-    job = asyncio.create_task(engine.generate(request([1, 2], max_new_tokens=250)))
-    await asyncio.sleep(0.1)
+    job = await running(engine)
     kill(engine, signal.SIGSTOP)
     if guards:
         os.killpg(engine._life._server.group, signal.SIGSTOP)  # type: ignore[union-attr]
