@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from helpers import fake_served as fake
 from helpers.tiny import make_tiny_model
@@ -120,3 +124,25 @@ async def test_an_engine_that_starts_sweeps(folder: Path, places: Path, tmp_path
     assert not [path for path in left if path.exists()]
     assert not list(places.glob("palestra-*")), "nor is there anything of the start that failed"
     await engine.close()
+
+
+def test_a_version_that_is_being_written_when_the_program_ends_is_removed(folder: Path, places: Path) -> None:
+    """SIGTERM while it loads: the thread that writes is done after the event loop has stopped caring."""
+    manifest, tensors = version(folder, 0)
+
+    def slowly() -> Iterator[tuple[str, Tensor]]:
+        time.sleep(0.3)
+        yield from tensors.items()
+
+    async def main() -> None:
+        engine = VllmEngine(folder, python=places / "none", dtype="fp32")
+        engine._home = leftovers.make_folder()
+        task = asyncio.create_task(engine._written(manifest, slowly()))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        leftovers.leave(engine._home)
+
+    asyncio.run(main())
+    left = [path for path in places.rglob("palestra-*") if (path / "owner").exists()]
+    assert left == []
+    assert not list(places.rglob("model.safetensors"))

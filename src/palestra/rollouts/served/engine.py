@@ -309,9 +309,7 @@ class ServedEngine(ABC):
         ``resume`` and ``sleep`` end a drain early: then this returns and nothing is paused.
         """
         if mode not in get_args(PauseMode):
-            raise RequestRefused(
-                f"there is no way to pause {mode!r}", expected=", ".join(get_args(PauseMode))
-            )
+            raise RequestRefused(f"there is no way to pause {mode!r}", expected="keep, drain or abort")
         async with self._update:
             self._check_serving(None)
             self._open.clear()
@@ -530,20 +528,27 @@ class ServedEngine(ABC):
         folder = room_for(manifest.nbytes)
         leftovers.note_room(self._home, folder)
 
+        abandoned = False
+
         def write() -> tuple[Path, str]:
+            whole = False
             try:
                 self._shapes = self._shapes or shapes_of(self._folder)
                 path = folder / "model.safetensors"
-                return path, write_version(path, manifest, tensors, self._shapes)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+                digest = write_version(path, manifest, tensors, self._shapes)
+                whole = True
+                return path, digest
+            finally:
+                if abandoned or not whole:
+                    shutil.rmtree(folder, ignore_errors=True)
 
         writing = asyncio.ensure_future(asyncio.to_thread(write))
         try:
             return await asyncio.shield(writing)
-        except asyncio.CancelledError:  # the thread goes on: what it writes is nobody's
-            writing.add_done_callback(lambda done: done.exception() or self._discard(done.result()[0]))
+        except asyncio.CancelledError:  # the thread goes on, maybe longer than the event loop
+            abandoned = True
+            shutil.rmtree(folder, ignore_errors=True)
+            writing.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
 
     def _discard(self, file: Path | None) -> None:
