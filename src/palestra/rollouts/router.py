@@ -137,7 +137,7 @@ class Router:
                 self.resent += 1
                 continue
             if stream and stream.broken:
-                raise EngineDead(
+                raise EngineError(
                     "the replica died in a stream, and the one that went on samples other tokens",
                     expected="the same version on another replica",
                     next_command="the same request again",
