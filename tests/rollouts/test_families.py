@@ -22,6 +22,7 @@ from palestra.rollouts.native.linears import LinearOps
 from palestra.rollouts.native.weights import Experts, load, plan
 from palestra.trainer.torch_trainer import TorchTrainer, TrainerSettings
 from palestra.types import SamplingParams
+from palestra.weights.sync import probe_batch
 from rollouts.support import Tiny, generate_all, manifest_of, ragged_prompts
 from rollouts.test_forward import KINDS, products_keep_rows_apart
 
@@ -215,25 +216,28 @@ def test_scaling_changes_the_numbers_so_that_its_tests_can_fail(made: dict[str, 
     assert min((tables[i] - tables[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.5
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("llama-biased", "mlp_bias"),
-        ("qwen2", "qkv_bias"),
-        ("qwen3", "qk_norm"),
-        ("qwen3-moe", "sparse_layers"),
-    ],
-)
-def test_the_trainer_refuses_a_family_it_does_not_compute(
-    made: dict[str, Family], name: str, field: str
+@pytest.mark.parametrize("name", ["llama3", "llama-biased", "qwen2", "qwen3", "qwen3-moe"])
+async def test_the_trainer_and_the_engine_agree_on_every_family(
+    made: dict[str, Family], serve: Start, name: str
 ) -> None:
-    """Where the trainer is built, before any episode; a wrong forward pass would train without a word."""
+    """trl#4159 and verl#7495: what is trained is what is sampled from, whatever the family."""
     family = made[name]
-    with pytest.raises(ModelSourceError, match=field) as caught:
-        TorchTrainer(family.folder, TrainerSettings(threads=1))
-    assert "not yet trained" in caught.value.what
-    with pytest.raises(ModelSourceError, match=family.config.architecture):
-        Llama(family.config)
+    trainer = TorchTrainer(family.folder, TrainerSettings(threads=1))
+    exported = {name: tensor.clone() for name, tensor in trainer.export()}
+    engine = await serve(exported, folder=family.folder)
+    prompt = ragged_prompts(1, seed=44)[0]
+    theirs = trainer.logprobs(probe_batch(tuple(prompt)))
+    trainer.close()
+    assert await engine.score(prompt, RAW) == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "qwen2", "qwen3", "qwen3-moe"])
+def test_the_trainers_own_forward_refuses_a_family_it_does_not_compute(
+    made: dict[str, Family], name: str
+) -> None:
+    """A wrong forward pass would train without a word; these go through transformers."""
+    with pytest.raises(ModelSourceError, match=made[name].config.architecture):
+        Llama(made[name].config)
 
 
 def test_the_trainer_takes_a_llama_with_scaled_rotary_positions(made: dict[str, Family]) -> None:

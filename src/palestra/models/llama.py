@@ -39,7 +39,7 @@ class Llama(nn.Module):
         beyond = config.beyond_llama()
         if beyond:
             raise ModelSourceError(
-                f"{config.architecture} with {', '.join(beyond)} can be served, and not yet trained",
+                f"{config.architecture} with {', '.join(beyond)} is not computed by this forward pass",
                 expected="a plain Llama to train",
             )
         self.config = config
