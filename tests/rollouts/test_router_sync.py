@@ -328,3 +328,12 @@ async def test_lost_replicas_are_replaced_by_ones_that_prove_themselves() -> Non
     with pytest.raises(asyncio.CancelledError):
         await keeping
     assert len(waiting) == 1
+
+
+async def test_a_death_that_no_request_has_met_yet_hides_no_version() -> None:
+    a, b = Replica(), Replica()
+    router = await routed(a, b)
+    a.kill()
+    a._version = None
+    assert router.version == Version("r", 1)
+    assert (await router.generate(request())).versions == (1, 1, 1)

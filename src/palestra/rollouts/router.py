@@ -197,8 +197,12 @@ class Router:
 
     @property
     def version(self) -> Version | None:
-        """The version that every living replica serves; None where they differ or have none."""
-        versions = {replica.engine.version for replica in self._living()}
+        """The version that every replica serves; None where they differ or have none.
+
+        One that has died serves nothing, whether or not a request has found that out yet.
+        """
+        serving = (replica.engine.version for replica in self._living())
+        versions = {version for version in serving if version is not None}
         return versions.pop() if len(versions) == 1 else None
 
     def stats(self) -> EngineStats:
