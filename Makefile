@@ -30,7 +30,7 @@ quickstart: $(VENV)/.quickstart ## set up, then train a real model with RL and s
 	@echo "== palestra quickstart: GRPO on a 135M-parameter model, on this machine's CPU; Ctrl-C once stops cleanly"
 	@$(BIN)/palestra quickstart $(ARGS)
 
-test: $(VENV)/.dev ## set up, then run the test suite (a few minutes)
+test: $(VENV)/.dev ## set up, then run the test suite (about 15 minutes on 2 cores)
 	@echo "== running the tests that every change must pass; make test-slow runs the rest"
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
