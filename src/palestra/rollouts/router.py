@@ -33,6 +33,7 @@ from palestra.rollouts.base import (
     Sleeper,
     VersionNotReady,
 )
+from palestra.rollouts.requests import version_lacking
 from palestra.types import Completion, Manifest, SamplingParams, Version
 
 if TYPE_CHECKING:
@@ -432,11 +433,7 @@ def _named(error: Exception, doing: str) -> PalestraError:
 
 
 def _serves(version: Version | None, request: GenerateRequest) -> bool:
-    if version is None:
-        return False
-    if request.exact_version is not None:
-        return version.number == request.exact_version
-    return request.min_version is None or version.number >= request.min_version
+    return version is not None and not version_lacking(version, request)
 
 
 def _gap(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from palestra.errors import EngineError, WeightsError, boundary, nearest
+from palestra.errors import EngineError, WeightsError, boundary
 from palestra.models.config import ModelConfig
 from palestra.models.dtypes import TORCH_DTYPES, DtypeName
 from palestra.models.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ from palestra.rollouts.base import (
     OnToken,
     PauseMode,
     RequestRefused,
-    VersionNotReady,
 )
 from palestra.rollouts.native.adapters import Adapter
 from palestra.rollouts.native.batch import DecodeBatch
@@ -54,6 +53,7 @@ from palestra.rollouts.native.worker import (
     Score,
     Submit,
 )
+from palestra.rollouts.requests import check_tokens, no_adapter, not_ready, too_long, version_lacking
 from palestra.types import Boundary, Completion, Manifest, SamplingParams, Version
 
 _COLDEST = 1e-5
@@ -324,50 +324,22 @@ class NativeEngine:
             )
 
     def _check_version(self, request: GenerateRequest) -> None:
-        if self._version is None:
-            return
-        number = self._version.number
-        if request.min_version is not None and number < request.min_version:
-            expected = f"at least version {request.min_version}"
-        elif request.exact_version not in (None, number):
-            expected = f"version {request.exact_version}"
-        else:
-            return
-        raise VersionNotReady(
-            f"the engine serves {self._version}", expected=expected, next_command="the same request, later"
-        )
+        lacking = version_lacking(self._version, request)
+        if self._version is not None and lacking:
+            raise not_ready(self._version, lacking)
 
     def _key_of(self, adapter: str) -> str:
         key = self._adapter_keys.get(adapter)
         if key is None:
-            raise RequestRefused(
-                f"no adapter named {adapter!r} is loaded",
-                expected=f"one of {', '.join(self.adapters)}" if self._adapter_keys else "a loaded adapter",
-                nearest=nearest(adapter, self._adapter_keys),
-                next_command="await engine.load_adapter(name, config, tensors)",
-            )
+            raise no_adapter(adapter, self._adapter_keys)
         return key
 
     def _check_tokens(self, tokens: Sequence[int], label: str) -> None:
-        if not tokens:
-            raise RequestRefused(f"{label} is empty", expected="at least one token")
-        size = self._config.vocab_size
-        if min(tokens) < 0 or max(tokens) >= size:
-            index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
-            raise RequestRefused(
-                f"{label} holds token {tokens[index]}, which the model does not have",
-                where=f"position {index}",
-                expected=f"tokens from 0 to {size - 1}",
-            )
+        check_tokens(tokens, label, self._config.vocab_size)
 
     def _too_long(self, length: int, label: str, limit: int) -> RequestRefused:
         most = self._config.max_positions
-        raise_it = f", or raise context_tokens (the model allows {most})" if self._context < most else ""
-        return RequestRefused(
-            f"{label} has {length} tokens and the context is {self._context}",
-            expected=f"at most {limit} tokens",
-            next_command=f"shorten it{raise_it}",
-        )
+        return too_long(length, label, context=self._context, limit=limit, model_limit=most)
 
     def _flush_when_quiet(self, seen: int, waits_left: int) -> None:
         """Hand the inbox over once an iteration of the event loop has added nothing to it."""

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.errors import EngineError, WeightsError, nearest
-from palestra.rollouts.base import RequestRefused
+from palestra.errors import EngineError, WeightsError
+from palestra.rollouts.requests import no_adapter
 from palestra.rollouts.served.http import Refused
 
 if TYPE_CHECKING:
@@ -52,12 +52,7 @@ class ServedAdapters:
     def check(self, name: str) -> None:
         """Raise EngineError if ``name`` is no adapter; the empty name is the model itself."""
         if name and name not in self._keys:
-            raise RequestRefused(
-                f"no adapter named {name!r} is loaded",
-                expected=f"one of {', '.join(self.names)}" if self._keys else "a loaded adapter",
-                nearest=nearest(name, self._keys),
-                next_command="await engine.load_adapter(name, config, tensors)",
-            )
+            raise no_adapter(name, self._keys)
 
     @contextmanager
     def using(self, name: str) -> Iterator[str]:

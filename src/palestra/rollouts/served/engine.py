@@ -30,9 +30,9 @@ from palestra.rollouts.base import (
     OnToken,
     PauseMode,
     RequestRefused,
-    VersionNotReady,
 )
 from palestra.rollouts.native.stop import StopChecker
+from palestra.rollouts.requests import check_tokens, not_ready, too_long, version_lacking
 from palestra.rollouts.served import leftovers
 from palestra.rollouts.served.adapter_files import ServedAdapters
 from palestra.rollouts.served.child import ChildServer
@@ -434,7 +434,7 @@ class ServedEngine(ABC):
             raise Broken(f"{self.kind} ended a completion without saying why")
         versions = _versions(end, len(ids), self.kind)
         if request.exact_version is not None and any(v != request.exact_version for v in versions):
-            raise _not_ready(self._version, request.exact_version, exact=True)
+            raise not_ready(self._version, f"version {request.exact_version}")
         for i in range(told, len(ids) if on_token else 0):
             on_token(ids[i], logprobs[i], versions[i])  # type: ignore[misc]  # the range is empty without it
         if reason is None and end.reason is None:
@@ -453,22 +453,10 @@ class ServedEngine(ABC):
         self._refuse(request)
 
     def _check_tokens(self, tokens: Sequence[int], label: str, most: int) -> None:
-        if not tokens:
-            raise RequestRefused(f"{label} is empty", expected="at least one token")
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            index = next(i for i, token in enumerate(tokens) if not 0 <= token < self._vocabulary)
-            raise RequestRefused(
-                f"{label} holds token {tokens[index]}, which the model does not have",
-                where=f"position {index}",
-                expected=f"tokens from 0 to {self._vocabulary - 1}",
-            )
+        check_tokens(tokens, label, self._vocabulary)
         if len(tokens) > most:
-            more = f", or raise context_tokens (the model allows {self._most_positions})"
-            raise RequestRefused(
-                f"{label} has {len(tokens)} tokens and the context is {self._context}",
-                expected=f"at most {most} tokens",
-                next_command="shorten it" + (more if self._context < self._most_positions else ""),
-            )
+            limit = self._most_positions
+            raise too_long(len(tokens), label, context=self._context, limit=most, model_limit=limit)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -482,11 +470,9 @@ class ServedEngine(ABC):
             raise EngineError("the engine has not been started", next_command="await engine.start(...)")
         if request is None:
             return
-        number = self._version.number
-        if request.exact_version not in (None, number):
-            raise _not_ready(self._version, request.exact_version, exact=True)
-        if request.min_version is not None and number < request.min_version:
-            raise _not_ready(self._version, request.min_version, exact=False)
+        lacking = version_lacking(self._version, request)
+        if lacking:
+            raise not_ready(self._version, lacking)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -589,11 +575,3 @@ def _versions(end: End, count: int, kind: str) -> tuple[int, ...]:
 def salt_of(version: Version | None) -> str:
     """What a server caches prompts under while ``version`` serves."""
     return hashlib.sha256(str(version).encode()).hexdigest()[:32]
-
-
-def _not_ready(serving: Version | None, wanted: int | None, *, exact: bool) -> VersionNotReady:
-    return VersionNotReady(
-        f"the engine serves {serving}",
-        expected=f"version {wanted}" if exact else f"at least version {wanted}",
-        next_command="the same request, later",
-    )
